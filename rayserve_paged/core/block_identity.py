@@ -1,0 +1,85 @@
+"""Identity of a sealed block: a SHA-256 chain over (parent key, token ids), rooted in a scope.
+
+A block may be shared only where its key matches. The scope (which weights, which numerics, whose
+tenant) is hashed once, as the root; each block then hashes its parent's key and its own tokens.
+The chain is the same in every process and on every machine.
+
+Source: the hash chain of prefix caching in PagedAttention servers (Kwon et al., SOSP 2023,
+section 4.4), with a cryptographic digest in place of a 64-bit one.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rayserve_paged.core.ids import BlockKey
+
+KEY_BYTES = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockScope:
+    """All that makes equal tokens give equal KV bytes, besides the tokens before them.
+
+    Args:
+        model_fingerprint: Digest of the weights and of the configuration that shapes the KV.
+        dtype: Of the computation, such as "fp32".
+        kv_dtype: Of the cache.
+        numerics: Class of kernels and reductions whose results may be mixed.
+        positions: Position semantics: rotary parameters and window policy.
+        block_size: Slots per block; the chain advances once per block.
+    """
+
+    model_fingerprint: bytes
+    dtype: str
+    kv_dtype: str
+    numerics: str
+    positions: str
+    block_size: int
+
+    def root(self, tenant_salt: str | None = None) -> BlockKey:
+        """Return the parent of every first block of this scope, for one tenant.
+
+        Args:
+            tenant_salt: None is a tenant of its own, different from every string.
+        """
+        digest = hashlib.sha256(b"rayserve-paged/block/1")
+        fields: list[bytes | None] = [
+            self.model_fingerprint,
+            self.dtype.encode(),
+            self.kv_dtype.encode(),
+            self.numerics.encode(),
+            self.positions.encode(),
+            str(self.block_size).encode(),
+            None if tenant_salt is None else tenant_salt.encode(),
+        ]
+        for field in fields:
+            # Length first, so that no two lists of fields run together into the same bytes.
+            digest.update(b"-" if field is None else b"%d:" % len(field))
+            digest.update(field or b"")
+        return BlockKey(digest.digest())
+
+
+def extend_chain(
+    parent: BlockKey, token_ids: Sequence[int] | npt.NDArray[np.int32], block_size: int
+) -> list[BlockKey]:
+    """Return the keys of the full blocks of `token_ids`; a partial last block has none.
+
+    Args:
+        parent: Key of the block before `token_ids`, or the scope's root.
+        token_ids: [num_tokens], beginning at a block's first slot.
+        block_size: Tokens per block.
+    """
+    payload = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    stride = 4 * block_size
+    keys = []
+    sha256 = hashlib.sha256
+    for start in range(0, len(payload) - stride + 1, stride):
+        digest = sha256(parent)
+        digest.update(payload[start : start + stride])
+        parent = BlockKey(digest.digest())
+        keys.append(parent)
+    return keys

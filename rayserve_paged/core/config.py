@@ -1,0 +1,84 @@
+"""The configuration of a deployment: frozen pydantic models, units in names."""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(_Section):
+    """Which model, in which precision."""
+
+    model: str = Field(min_length=1)
+    """A Hugging Face directory, a GGUF file, `smollm2` or `fingerprint`."""
+    dtype: Dtype = "fp32"
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Lower limit on prompt and output tokens than the model's own; None for the model's."""
+
+
+class CacheConfig(_Section):
+    """The block pool of each rank."""
+
+    block_size: int = Field(default=16, ge=1, le=1024)
+    num_blocks: int | None = Field(default=None, ge=1)
+    """Blocks of each pool; None to derive them from `memory`."""
+    memory: ByteSize | None = None
+    """Bytes of KV cache per rank, such as "512MiB"; None for a default by device."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.num_blocks is not None and self.memory is not None:
+            raise ValueError("give num_blocks or memory, not both")
+        return self
+
+
+class BatchConfig(_Section):
+    """Bounds on one step."""
+
+    max_num_seqs: int = Field(default=64, ge=1, le=65536)
+    """Sequences that run at once."""
+    max_num_batched_tokens: int = Field(default=512, ge=1)
+    """Token budget of one step; a longer prompt is computed in chunks."""
+
+
+class ParallelConfig(_Section):
+    """How many ranks and replicas."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    num_replicas: int = Field(default=1, ge=1)
+
+
+class TimeoutConfig(_Section):
+    """Leases and limits, in seconds."""
+
+    consumer_lease_s: float = Field(default=10.0, gt=0)
+    """A consumer that does not poll for this long loses its requests."""
+    poll_timeout_s: float = Field(default=2.0, gt=0)
+    """A poll with nothing to say is answered after this long."""
+    rank_liveness_s: float = Field(default=3.0, gt=0)
+    """A rank that does not answer the controller for this long is dead."""
+    deployment_lease_s: float = Field(default=30.0, gt=0)
+    """A deployment whose owner does not renew for this long is taken down; a rank that its
+    controller does not reach for this long ends itself."""
+    collective_timeout_s: float = Field(default=60.0, gt=0)
+    """A collective that takes this long is broken; idle groups are kept alive more often."""
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """A deployment that is not ready after this long failed to start."""
+
+
+class DeploymentConfig(_Section):
+    """All of one deployment."""
+
+    name: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    batch: BatchConfig = BatchConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    keep_alive: bool = False
+    """Outlive the owner's lease; ended by `rayserve-paged down` alone."""

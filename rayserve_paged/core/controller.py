@@ -1,0 +1,258 @@
+"""Central state machine of a deployment: which replicas live, who serves which request.
+
+It sees a request when it is submitted and when it has ended, never a token: consumers read their
+streams from the replicas.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import assert_never
+
+from rayserve_paged.core.block_identity import BlockScope, extend_chain
+from rayserve_paged.core.directory import Directory
+from rayserve_paged.core.errors import (
+    DuplicateRequestError,
+    InvalidInputError,
+    NoReplicaError,
+    PagedError,
+)
+from rayserve_paged.core.ids import Attempt, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.messages import (
+    AssignRequest,
+    CancelRequest,
+    ControllerCommand,
+    ControllerEvent,
+    EndDeployment,
+    FenceReplica,
+    LoseReplica,
+    Placed,
+    RegisterReplica,
+    Rejected,
+    RenewLease,
+    ReplicaLost,
+    ReplicaReport,
+    SendToReplica,
+    StopReplica,
+    SubmitRequest,
+    TakeDown,
+    Tick,
+    WithdrawRequest,
+)
+from rayserve_paged.core.policy import ReplicaLoad, choose_replica
+from rayserve_paged.core.request import ModelLimits, Request, admit
+
+
+@dataclasses.dataclass(slots=True)
+class _LiveReplica:
+    incarnation: Incarnation
+    limits: ModelLimits
+    requests: dict[RequestId, Request] = dataclasses.field(default_factory=dict)
+    num_pending_tokens: int = 0
+
+
+class Controller:
+    """All replicas of one deployment.
+
+    Args:
+        deployment_lease_s: The owner renews within this long, or everything is taken down; None
+            for a deployment that outlives its owner.
+    """
+
+    def __init__(self, deployment_lease_s: float | None) -> None:
+        self._deployment_lease_s = deployment_lease_s
+        self._last_renewal: float | None = None
+        self._replicas: dict[ReplicaId, _LiveReplica] = {}
+        self._lost: dict[ReplicaId, str] = {}
+        self._directory = Directory()
+        self._placed: dict[RequestId, tuple[Request, Placed]] = {}
+        self._scope: BlockScope | None = None
+        self._ending = False
+
+    def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]:
+        """Take in one event; return what is to be done, in order.
+
+        Args:
+            event: What happened.
+            now: Seconds on a clock that never goes back.
+        """
+        match event:
+            case SubmitRequest(request):
+                return self._submit(request)
+            case ReplicaReport():
+                return self._report(event)
+            case WithdrawRequest(request_id, attempt):
+                return self._withdraw(request_id, attempt)
+            case RegisterReplica():
+                return self._register(event)
+            case LoseReplica(replica_id, incarnation, reason):
+                return self._lose(replica_id, incarnation, reason)
+            case RenewLease():
+                self._last_renewal = now
+                return []
+            case EndDeployment(reason):
+                return self._end(reason)
+            case Tick():
+                return self._tick(now)
+            case _:
+                assert_never(event)
+
+    @property
+    def replicas(self) -> Mapping[ReplicaId, Incarnation]:
+        """Live replicas and their incarnations."""
+        return {replica_id: live.incarnation for replica_id, live in self._replicas.items()}
+
+    def num_requests(self, replica_id: ReplicaId) -> int:
+        """Return how many requests a live replica has been given and has not finished."""
+        return len(self._replicas[replica_id].requests)
+
+    def num_pending_tokens(self, replica_id: ReplicaId) -> int:
+        """Return the prompt and output tokens promised to those requests."""
+        return self._replicas[replica_id].num_pending_tokens
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """Limits of the live replica that can hold most; None where there is none."""
+        all_limits = [live.limits for live in self._replicas.values()]
+        return max(all_limits, key=lambda limits: limits.num_slots, default=None)
+
+    # --- replicas -------------------------------------------------------------------------
+
+    def _register(self, event: RegisterReplica) -> list[ControllerCommand]:
+        known = self._replicas.get(event.replica_id)
+        if known is not None and known.incarnation >= event.incarnation:
+            return []
+        if self._scope is None:
+            self._scope = event.scope
+        elif self._scope != event.scope:
+            reason = f"its KV differs from the deployment's: {event.scope} is not {self._scope}"
+            return [StopReplica(event.replica_id, event.incarnation, reason)]
+        commands: list[ControllerCommand] = []
+        if known is not None:
+            commands = self._lose(event.replica_id, known.incarnation, "replaced by a restart")
+        self._lost.pop(event.replica_id, None)
+        self._replicas[event.replica_id] = _LiveReplica(event.incarnation, event.limits)
+        return commands
+
+    def _lose(
+        self, replica_id: ReplicaId, incarnation: Incarnation, reason: str
+    ) -> list[ControllerCommand]:
+        live = self._replicas.get(replica_id)
+        if live is None or live.incarnation != incarnation:
+            return []
+        del self._replicas[replica_id]
+        self._lost[replica_id] = reason
+        self._directory.forget(replica_id)
+        consumers = {request.consumer_id for request in live.requests.values()}
+        for request_id in live.requests:
+            del self._placed[request_id]
+        return [
+            # Where its first rank still lives, streams end at once and with the reason.
+            SendToReplica(replica_id, incarnation, FenceReplica(reason)),
+            ReplicaLost(replica_id, incarnation, reason, tuple(sorted(consumers))),
+            StopReplica(replica_id, incarnation, reason),
+        ]
+
+    def _report(self, report: ReplicaReport) -> list[ControllerCommand]:
+        live = self._replicas.get(report.replica_id)
+        if live is None or live.incarnation != report.incarnation:
+            return []
+        for request_id, attempt in report.finished:
+            request = live.requests.get(request_id)
+            if request is not None and request.attempt == attempt:
+                self._forget_request(live, request)
+        self._directory.update(report.replica_id, report.published, report.evicted)
+        if report.fenced is not None:
+            return self._lose(report.replica_id, report.incarnation, report.fenced)
+        return []
+
+    # --- requests -------------------------------------------------------------------------
+
+    def _submit(self, request: Request) -> list[ControllerCommand]:
+        known = self._placed.get(request.request_id)
+        if known is not None and known[0] == request:
+            return [known[1]]
+        try:
+            if known is not None:
+                raise DuplicateRequestError(request.request_id)
+            return self._place(request)
+        except PagedError as error:
+            return [Rejected(request.request_id, request.attempt, error)]
+
+    def _place(self, request: Request) -> list[ControllerCommand]:
+        limits = self.limits
+        if self._ending or limits is None or self._scope is None:
+            raise NoReplicaError(self._why_none())
+        if request.params.seed is None:
+            raise InvalidInputError("seed", None, "a seed, drawn by the consumer")
+        admitted = admit(request, limits)
+        keys = tuple(
+            extend_chain(
+                self._scope.root(request.tenant_salt),
+                request.prompt_token_ids,
+                self._scope.block_size,
+            )
+        )
+        num_cached = self._directory.match(keys)
+        replica_id = choose_replica(
+            [
+                ReplicaLoad(replica_id, num_cached.get(replica_id, 0), live.num_pending_tokens)
+                for replica_id, live in self._replicas.items()
+                if live.limits.num_slots == limits.num_slots
+            ]
+        )
+        live = self._replicas[replica_id]
+        max_tokens = admitted.params.max_tokens
+        assert max_tokens is not None, "admit sets it"
+        placed = Placed(
+            request.request_id, request.attempt, replica_id, live.incarnation, max_tokens
+        )
+        live.requests[request.request_id] = admitted
+        live.num_pending_tokens += _promised_tokens(admitted)
+        self._placed[request.request_id] = (request, placed)
+        return [
+            SendToReplica(replica_id, live.incarnation, AssignRequest(admitted, keys)),
+            placed,
+        ]
+
+    def _withdraw(self, request_id: RequestId, attempt: Attempt) -> list[ControllerCommand]:
+        known = self._placed.get(request_id)
+        if known is None or known[0].attempt != attempt:
+            return []
+        placed = known[1]
+        event = CancelRequest(request_id, attempt)
+        return [SendToReplica(placed.replica_id, placed.incarnation, event)]
+
+    def _forget_request(self, live: _LiveReplica, request: Request) -> None:
+        del live.requests[request.request_id]
+        del self._placed[request.request_id]
+        live.num_pending_tokens -= _promised_tokens(request)
+
+    def _why_none(self) -> str:
+        if self._ending:
+            return "the deployment is being taken down"
+        if self._lost:
+            return "; ".join(f"{name} is lost: {why}" for name, why in sorted(self._lost.items()))
+        return "none has registered yet"
+
+    # --- the deployment -------------------------------------------------------------------
+
+    def _tick(self, now: float) -> list[ControllerCommand]:
+        if self._last_renewal is None:
+            self._last_renewal = now
+        lease = self._deployment_lease_s
+        if lease is None or now - self._last_renewal < lease:
+            return []
+        return self._end(f"its owner has not renewed the lease for {lease:g} s")
+
+    def _end(self, reason: str) -> list[ControllerCommand]:
+        if self._ending:
+            return []
+        self._ending = True
+        commands: list[ControllerCommand] = []
+        for replica_id, incarnation in self.replicas.items():
+            commands += self._lose(replica_id, incarnation, f"the deployment ended: {reason}")
+        return [*commands, TakeDown(reason)]
+
+
+def _promised_tokens(request: Request) -> int:
+    return len(request.prompt_token_ids) + (request.params.max_tokens or 0)

@@ -1,0 +1,157 @@
+"""The error tree. Every error is picklable and carries the ids and numbers of its story.
+
+PagedError
+├── InvalidInputError       a field holds a value that is not accepted
+│   └── CapacityError       a request that the pool can never hold
+├── DuplicateRequestError   a live request already has this id
+├── NoReplicaError          no replica can take the request
+├── ReplicaLostError        a replica died with requests on it
+├── RequestFailedError      one request failed; its neighbours did not
+├── DeploymentError         a deployment could not be started or reached
+└── LedgerError             an internal invariant of the block ledger broke
+"""
+
+
+class PagedError(Exception):
+    """Root of all errors that this package raises on purpose.
+
+    Subclasses pass their fields to `super().__init__` as positional arguments, which is what
+    makes them survive pickling, and compose the message in `__str__`.
+    """
+
+
+class InvalidInputError(PagedError):
+    """A field holds a value that is not accepted.
+
+    Args:
+        field: Name of the field as the user wrote it.
+        value: The refused value.
+        accepted: What would be accepted, as a phrase.
+    """
+
+    def __init__(self, field: str, value: object, accepted: str) -> None:
+        super().__init__(field, value, accepted)
+        self.field = field
+        self.value = value
+        self.accepted = accepted
+
+    def __str__(self) -> str:
+        value = repr(self.value)
+        if len(value) > 200:
+            value = f"{value[:200]}... ({len(value)} characters)"
+        return f"{self.field}={value} is not accepted: expected {self.accepted}"
+
+
+class CapacityError(InvalidInputError):
+    """A request needs more KV slots than the pool will ever have.
+
+    Args:
+        num_prompt_tokens: Length of the prompt.
+        max_tokens: Output tokens asked for.
+        num_blocks_needed: Blocks for `num_prompt_tokens + max_tokens - 1` KV slots.
+        num_blocks: Blocks of the pool.
+        block_size: Slots per block.
+    """
+
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        num_blocks_needed: int,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        PagedError.__init__(
+            self, num_prompt_tokens, max_tokens, num_blocks_needed, num_blocks, block_size
+        )
+        self.field = "max_tokens"
+        self.value = max_tokens
+        self.accepted = f"at most {num_blocks} blocks of {block_size} slots in all"
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.num_blocks_needed = num_blocks_needed
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+    def __str__(self) -> str:
+        return (
+            f"a prompt of {self.num_prompt_tokens} tokens with max_tokens={self.max_tokens} needs "
+            f"{self.num_blocks_needed} blocks of {self.block_size} slots, and the pool has "
+            f"{self.num_blocks} ({self.num_blocks * self.block_size} slots): shorten the prompt, "
+            f"lower max_tokens or give the cache more blocks"
+        )
+
+
+class DuplicateRequestError(PagedError):
+    """A live request already has this id."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"request_id={self.request_id!r} is in use by a request that has not finished"
+
+
+class NoReplicaError(PagedError):
+    """No replica can take the request."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"no replica can take the request: {self.reason}"
+
+
+class ReplicaLostError(PagedError):
+    """A replica died with requests on it."""
+
+    def __init__(self, replica_id: str, incarnation: int, reason: str) -> None:
+        super().__init__(replica_id, incarnation, reason)
+        self.replica_id = replica_id
+        self.incarnation = incarnation
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"replica {self.replica_id} (incarnation {self.incarnation}) is lost: {self.reason}"
+
+
+class RequestFailedError(PagedError):
+    """One request failed; its neighbours did not.
+
+    Args:
+        request_id: The request.
+        reason: What went wrong, for a person.
+    """
+
+    def __init__(self, request_id: str, reason: str) -> None:
+        super().__init__(request_id, reason)
+        self.request_id = request_id
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"request {self.request_id} failed: {self.reason}"
+
+
+class DeploymentError(PagedError):
+    """A deployment could not be started or reached."""
+
+    def __init__(self, deployment: str, reason: str) -> None:
+        super().__init__(deployment, reason)
+        self.deployment = deployment
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"deployment {self.deployment!r}: {self.reason}"
+
+
+class LedgerError(PagedError):
+    """An internal invariant of the block ledger broke; always a bug, never a user's mistake."""
+
+    def __init__(self, message: str, *numbers: int) -> None:
+        super().__init__(message, *numbers)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message

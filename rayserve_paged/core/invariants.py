@@ -1,0 +1,102 @@
+"""Recomputes every figure of the ledger from its holders and compares; runs after every step."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from rayserve_paged.core.block_pool import BlockPool, BlockState
+from rayserve_paged.core.errors import LedgerError
+from rayserve_paged.core.ids import BlockId
+from rayserve_paged.core.prefix_index import PrefixIndex
+from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.sequence import Phase
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise LedgerError(message)
+
+
+def check_pool(pool: BlockPool, holders: Iterable[Iterable[BlockId]]) -> None:
+    """Check that a pool agrees with those who hold its blocks.
+
+    Args:
+        pool: The pool.
+        holders: The blocks that each holder lists; a holder may list a block once.
+
+    Raises:
+        LedgerError: The first disagreement.
+    """
+    counts: Counter[BlockId] = Counter()
+    for block_ids in holders:
+        listed = list(block_ids)
+        _require(len(set(listed)) == len(listed), f"a holder lists a block twice: {listed}")
+        counts.update(listed)
+    free, cached = pool.free_ids, pool.cached_ids
+    _require(len(set(free)) == len(free), f"a block is twice on the free list: {free}")
+    _require(not set(free) & set(cached), "a block is both FREE and CACHED")
+    for index in range(pool.num_blocks):
+        block_id = BlockId(index)
+        count = pool.count(block_id)
+        _require(
+            count == counts[block_id],
+            f"block {block_id} has count {count} and {counts[block_id]} holders",
+        )
+        held = pool.state(block_id) is BlockState.HELD
+        listed_free = block_id in free or block_id in cached
+        _require(held != listed_free, f"block {block_id} is HELD and listed, or neither")
+    total = pool.num_free + pool.num_held + pool.num_cached
+    _require(total == pool.num_blocks, f"{total} blocks in a pool of {pool.num_blocks}")
+
+
+def check_index(pool: BlockPool, index: PrefixIndex) -> None:
+    """Check that keys and blocks agree both ways, and that only sealed blocks have keys."""
+    keyed = set()
+    for key, block_id in index.items():
+        _require(index.key_of(block_id) == key, f"block {block_id} and its key disagree")
+        _require(pool.is_sealed(block_id), f"block {block_id} has a key and is not sealed")
+        _require(
+            pool.state(block_id) is not BlockState.FREE, f"block {block_id} is FREE and has a key"
+        )
+        keyed.add(block_id)
+    _require(len(keyed) == len(index), "two keys name one block")
+    for block_id in pool.cached_ids:
+        _require(block_id in keyed, f"block {block_id} is CACHED and has no key")
+
+
+def check(replica: Replica) -> None:
+    """Check a replica: its pool, its index, its sequences and the step in flight.
+
+    Raises:
+        LedgerError: The first invariant that does not hold.
+    """
+    batcher, pool = replica.batcher, replica.kv.pool
+    check_pool(pool, [sequence.table.block_ids for sequence in batcher.running])
+    check_index(pool, replica.kv.index)
+    rows = [sequence.row for sequence in batcher.running]
+    _require(None not in rows and len(set(rows)) == len(rows), f"rows overlap: {rows}")
+    for sequence in batcher.waiting:
+        _require(not sequence.table.block_ids, "a waiting sequence holds blocks")
+    _require(len(batcher.waiting) == batcher.num_waiting, "the waiting count is wrong")
+    order = [sequence.order_key() for sequence in batcher.running]
+    _require(order == sorted(order), "running sequences are out of order")
+    for sequence in batcher.running:
+        _require(sequence.phase is Phase.RUNNING, "a sequence with a row is not RUNNING")
+        computed, held = batcher.num_computed(sequence), batcher.num_held_tokens(sequence)
+        block_size = replica.limits.block_size
+        _require(
+            computed <= held <= sequence.num_known, "computed, held and known are out of order"
+        )
+        waste = sequence.table.num_slots - held
+        _require(0 <= waste < block_size, f"a sequence wastes {waste} slots of a tail block")
+        _require(
+            sequence.num_sealed == computed // block_size, "a full computed block is not sealed"
+        )
+        _require(sequence.num_known <= sequence.max_known, "a sequence is longer than allowed")
+    plan = batcher.in_flight
+    if plan is not None:
+        _require(set(plan.rows.tolist()) <= set(rows), "the step is not a subset of the running")
+        total = int(plan.num_tokens.sum())
+        _require(
+            total <= batcher.max_num_batched_tokens, f"a step of {total} tokens is over budget"
+        )
+        _require(len(plan.token_ids) == total, "a step's tokens do not add up")

@@ -1,0 +1,77 @@
+"""Which block holds the content of a key, in one tier; and what changed since last asked."""
+
+from collections.abc import Iterable, Sequence
+
+from rayserve_paged.core.ids import BlockId, BlockKey
+
+
+class PrefixIndex:
+    """A one-to-one map of keys to blocks whose KV has been computed."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[BlockKey, BlockId] = {}
+        self._key_of: dict[BlockId, BlockKey] = {}
+        self._published: dict[BlockKey, None] = {}
+        self._evicted: dict[BlockKey, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def items(self) -> Iterable[tuple[BlockKey, BlockId]]:
+        """Return every (key, block)."""
+        return self._block_of.items()
+
+    def key_of(self, block_id: BlockId) -> BlockKey | None:
+        """Return the key under which a block can be matched."""
+        return self._key_of.get(block_id)
+
+    def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
+        """Return the blocks of the longest leading run of keys that are present."""
+        block_ids = []
+        block_of = self._block_of
+        for key in keys:
+            block_id = block_of.get(key)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def publish(self, key: BlockKey, block_id: BlockId) -> bool:
+        """Make a block matchable.
+
+        Returns:
+            False where another block holds the same content already; this one stays private.
+        """
+        if self._block_of.setdefault(key, block_id) != block_id:
+            return False
+        self._key_of[block_id] = key
+        # A key that went and came back since the last report has not changed.
+        if key in self._evicted:
+            del self._evicted[key]
+        else:
+            self._published[key] = None
+        return True
+
+    def remove(self, block_ids: Iterable[BlockId]) -> None:
+        """Stop matching these blocks; those that have no key are left alone."""
+        for block_id in block_ids:
+            key = self._key_of.pop(block_id, None)
+            if key is None:
+                continue
+            del self._block_of[key]
+            if key in self._published:
+                del self._published[key]
+            else:
+                self._evicted[key] = None
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` would report anything."""
+        return bool(self._published or self._evicted)
+
+    def take_changes(self) -> tuple[tuple[BlockKey, ...], tuple[BlockKey, ...]]:
+        """Return the keys (published, evicted) since the last call."""
+        changes = tuple(self._published), tuple(self._evicted)
+        self._published = {}
+        self._evicted = {}
+        return changes

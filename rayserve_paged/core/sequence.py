@@ -1,0 +1,120 @@
+"""One sequence as its replica keeps it: known tokens, key chain, block table."""
+
+import enum
+from array import array
+
+from rayserve_paged.core.block_identity import extend_chain
+from rayserve_paged.core.block_table import BlockTable
+from rayserve_paged.core.ids import BlockKey, ConsumerId, Row
+from rayserve_paged.core.request import FinishReason, Request
+
+
+class Phase(enum.Enum):
+    """Where a sequence is. It holds blocks while RUNNING, and at no other time."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class SequenceState:
+    """The state of one request on one replica.
+
+        prompt tokens | output tokens
+        0 ........................... num_known
+        0 ... num_computed                        KV is in the blocks
+        0 .. num_sealed x P                       blocks are keyed and immutable
+
+    Args:
+        request: Checked and clamped; `params.max_tokens` and `params.seed` are set.
+        prompt_keys: Keys of the prompt's full blocks.
+        root: Parent key of the first block.
+        arrival: Order of arrival on this replica.
+        eos_token_ids: Ids that end it, unless `ignore_eos`.
+        block_size: Slots per block.
+    """
+
+    __slots__ = (
+        "arrival",
+        "finish",
+        "keys",
+        "max_known",
+        "min_known",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt",
+        "num_sealed",
+        "phase",
+        "request",
+        "root",
+        "row",
+        "stop_ids",
+        "table",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        prompt_keys: tuple[BlockKey, ...],
+        root: BlockKey,
+        arrival: int,
+        eos_token_ids: tuple[int, ...],
+        block_size: int,
+    ) -> None:
+        params = request.params
+        assert params.max_tokens is not None, "requests are clamped at the door"
+        self.request = request
+        self.arrival = arrival
+        self.root = root
+        self.keys = list(prompt_keys)
+        self.tokens = array("i", request.prompt_token_ids)
+        self.num_prompt = len(self.tokens)
+        self.max_known = self.num_prompt + params.max_tokens
+        self.min_known = self.num_prompt + params.min_tokens
+        eos = () if params.ignore_eos else eos_token_ids
+        self.stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
+        self.table = BlockTable(block_size)
+        self.phase = Phase.WAITING
+        self.row: Row | None = None
+        self.num_sealed = 0
+        self.num_preemptions = 0
+        self.num_cached_tokens: int | None = None
+        self.finish: FinishReason | None = None
+
+    @property
+    def consumer_id(self) -> ConsumerId:
+        """Who reads the stream."""
+        return self.request.consumer_id
+
+    @property
+    def num_known(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.tokens)
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - self.num_prompt
+
+    def order_key(self) -> tuple[int, int]:
+        """Return what decides who goes first: priority, then arrival."""
+        return self.request.priority, self.arrival
+
+    def key(self, block_index: int) -> BlockKey:
+        """Return the key of a full block of known tokens, extending the chain where needed."""
+        if block_index >= len(self.keys):
+            block_size = self.table.block_size
+            start = len(self.keys) * block_size
+            parent = self.keys[-1] if self.keys else self.root
+            self.keys += extend_chain(
+                parent, self.tokens[start : (block_index + 1) * block_size], block_size
+            )
+        return self.keys[block_index]
+
+    def finish_reason(self, token_id: int) -> FinishReason | None:
+        """Return why the sequence ends with this token, which it already knows; None if not."""
+        num_known = len(self.tokens)
+        if num_known >= self.min_known and token_id in self.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_known >= self.max_known else None
