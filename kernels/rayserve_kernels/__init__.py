@@ -1,0 +1,1 @@
+"""Paged-attention kernels and the physical KV pool; needs torch alone."""

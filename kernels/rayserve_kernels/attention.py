@@ -1,0 +1,311 @@
+"""The one interface between a model and the kernels: write keys and values, then attend."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rayserve_kernels.cache_write import write_kv
+from rayserve_kernels.cpu import attend_sequence, gather_sequence
+from rayserve_kernels.layout import KVPool
+from rayserve_kernels.reference import dense_attention, read_slots
+
+
+class SequenceSpan(NamedTuple):
+    """One sequence of a step, as the paths that loop over sequences need it.
+
+    The sequence's queries are rows `first_query` to `end_query - 1` of the flattened batch;
+    they stand at its last positions.
+    """
+
+    first_query: int
+    end_query: int
+    num_tokens: int
+    """Tokens in the cache after this step's writes."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """Where the tokens of one step belong; made once per step, used in every layer.
+
+    All tensors are contiguous and on one device.
+
+    Args:
+        query_start: int32 [num_seqs + 1], first row of each sequence in the flattened batch,
+            then num_tokens.
+        seq_lens: int32 [num_seqs], tokens of each sequence in the cache after this step.
+        block_tables: int32 [num_seqs, width]. Entries beyond a sequence's length are padding
+            and may hold anything; nothing looks at them.
+        slot_mapping: int64 [num_tokens], slot of each row: block_id * block_size + offset.
+
+    Raises:
+        ValueError: A shape, dtype or device that does not fit.
+    """
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+
+    def __post_init__(self) -> None:
+        """Check shapes, dtypes and devices; values are not read, since that may wait for a GPU."""
+        num_seqs = self.seq_lens.numel()
+        for name, dtype, shape in (
+            ("seq_lens", torch.int32, (num_seqs,)),
+            ("query_start", torch.int32, (num_seqs + 1,)),
+            ("block_tables", torch.int32, (num_seqs, None)),
+            ("slot_mapping", torch.int64, (None,)),
+        ):
+            tensor: torch.Tensor = getattr(self, name)
+            fits = tensor.dim() == len(shape) and all(
+                want is None or size == want for size, want in zip(tensor.shape, shape, strict=True)
+            )
+            if not fits or tensor.dtype != dtype:
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {shape} "
+                    f"for {num_seqs} sequences"
+                )
+            if tensor.device != self.seq_lens.device or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} on {tensor.device} with strides {tensor.stride()}: expected a "
+                    f"contiguous tensor on {self.seq_lens.device}"
+                )
+
+    @classmethod
+    def for_step(
+        cls,
+        block_tables: npt.NDArray[np.int32],
+        num_computed: npt.ArrayLike,
+        num_new: npt.ArrayLike,
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ) -> "AttentionMetadata":
+        """Derive the metadata of a step from what the scheduler knows.
+
+        Args:
+            block_tables: int32 [num_seqs, width], padding of any value beyond a length; copied.
+            num_computed: Integers [num_seqs], tokens of each sequence already in the cache.
+            num_new: Integers [num_seqs], tokens of each sequence to compute now.
+            block_size: Slots per block.
+            device: Of the tensors.
+
+        Raises:
+            ValueError: A table too short for its sequence, or a negative block id in use.
+        """
+        computed = np.asarray(num_computed, dtype=np.int64)
+        new = np.asarray(num_new, dtype=np.int64)
+        lengths = computed + new
+        capacity = block_tables.shape[1] * block_size
+        if lengths.size and int(lengths.max()) > capacity:
+            raise ValueError(
+                f"a sequence has {int(lengths.max())} tokens: the block table holds "
+                f"{block_tables.shape[1]} blocks of {block_size}"
+            )
+        query_start = np.concatenate(([0], np.cumsum(new)))
+        rows = np.repeat(np.arange(new.size), new)
+        positions = np.arange(query_start[-1]) + np.repeat(computed - query_start[:-1], new)
+        block_ids = block_tables[rows, positions // block_size].astype(np.int64)
+        if block_ids.size and int(block_ids.min()) < 0:
+            raise ValueError(f"block id {int(block_ids.min())} in use: expected at least 0")
+        slots = block_ids * block_size + positions % block_size
+        return cls(
+            query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+            block_tables=torch.tensor(block_tables, dtype=torch.int32, device=device),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the flattened batch."""
+        return self.slot_mapping.numel()
+
+    @functools.cached_property
+    def spans(self) -> tuple[SequenceSpan, ...]:
+        """The sequences as Python numbers; the first access waits for the device.
+
+        Raises:
+            ValueError: `query_start` and `seq_lens` contradict each other or `num_tokens`.
+        """
+        starts: list[int] = self.query_start.tolist()
+        lengths: list[int] = self.seq_lens.tolist()
+        if starts[0] != 0 or starts[-1] != self.num_tokens:
+            raise ValueError(
+                f"query_start runs from {starts[0]} to {starts[-1]}: expected 0 to "
+                f"num_tokens={self.num_tokens}"
+            )
+        spans = tuple(map(SequenceSpan, starts[:-1], starts[1:], lengths))
+        for index, span in enumerate(spans):
+            num_queries = span.end_query - span.first_query
+            if not 0 <= num_queries <= span.num_tokens:
+                raise ValueError(
+                    f"sequence {index} has {num_queries} queries and {span.num_tokens} tokens "
+                    f"in the cache: expected 0 to that many queries"
+                )
+        return spans
+
+
+class AttentionBackend(Protocol):
+    """Runs attention over a paged pool. Implementations keep no state between calls."""
+
+    def write(
+        self,
+        pool: KVPool,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Write the new tokens' keys and values into their slots.
+
+        Args:
+            pool: Written in place.
+            layer: Layer of the pool.
+            keys: [num_tokens, num_kv_heads, head_dim], the pool's dtype.
+            values: As `keys`.
+            metadata: Of this step.
+
+        Raises:
+            ValueError: A tensor does not fit the pool or the metadata.
+        """
+        ...
+
+    def attend(
+        self,
+        pool: KVPool,
+        layer: int,
+        queries: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attend from the new tokens, whose keys and values are written, to their sequences.
+
+        Args:
+            pool: Read only. Slots beyond a sequence's length never influence the result.
+            layer: Layer of the pool.
+            queries: [num_tokens, num_q_heads, head_dim], the pool's dtype, innermost stride 1.
+            metadata: Of this step.
+            scale: Factor on the scores before the softmax.
+
+        Returns:
+            [num_tokens, num_q_heads, head_dim].
+
+        Raises:
+            ValueError: A tensor does not fit the pool or the metadata.
+        """
+        ...
+
+
+class TorchBackend:
+    """Gather and SDPA, sequence by sequence: what runs where no faster kernel does."""
+
+    def write(
+        self,
+        pool: KVPool,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """As `AttentionBackend.write`."""
+        write_kv(pool, layer, keys, values, metadata.slot_mapping)
+
+    def attend(
+        self,
+        pool: KVPool,
+        layer: int,
+        queries: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        """As `AttentionBackend.attend`; a sequence's result does not depend on the others."""
+        check_attend(pool, queries, metadata)
+        grouped = queries.unflatten(1, (pool.layout.num_kv_heads, -1))
+        pieces = [grouped.narrow(0, 0, 0)]
+        for row, (first, end, num_tokens) in enumerate(metadata.spans):
+            if first == end:
+                continue
+            num_blocks = -(-num_tokens // pool.layout.block_size)
+            block_ids = metadata.block_tables.select(0, row).narrow(0, 0, num_blocks)
+            keys, values = gather_sequence(pool, layer, block_ids, num_tokens)
+            own_queries = grouped.narrow(0, first, end - first)
+            pieces += attend_sequence(own_queries, keys, values, scale)
+        return torch.cat(pieces).view(queries.shape)
+
+
+class ReferenceBackend:
+    """The oracle: slow, eager, one slot at a time.
+
+    Args:
+        compute_dtype: What attention is computed in and answered in; None for the queries' own.
+    """
+
+    def __init__(self, compute_dtype: torch.dtype | None = None) -> None:
+        self._compute_dtype = compute_dtype
+
+    def write(
+        self,
+        pool: KVPool,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """As `AttentionBackend.write`."""
+        write_kv(pool, layer, keys, values, metadata.slot_mapping)
+
+    def attend(
+        self,
+        pool: KVPool,
+        layer: int,
+        queries: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        """As `AttentionBackend.attend`; the result has the compute dtype."""
+        check_attend(pool, queries, metadata)
+        dtype = self._compute_dtype or queries.dtype
+        output = torch.empty(queries.shape, dtype=dtype, device=queries.device)
+        tables: Sequence[Sequence[int]] = metadata.block_tables.tolist()
+        for table, (first, end, num_tokens) in zip(tables, metadata.spans, strict=True):
+            if first == end:
+                continue
+            keys, values = read_slots(pool, layer, table, num_tokens)
+            output[first:end] = dense_attention(
+                queries[first:end].to(dtype), keys.to(dtype), values.to(dtype), scale
+            )
+        return output
+
+
+def check_attend(pool: KVPool, queries: torch.Tensor, metadata: AttentionMetadata) -> None:
+    """Check what every implementation of `AttentionBackend.attend` expects.
+
+    Raises:
+        ValueError: A shape, dtype, device or stride that does not fit.
+    """
+    layout = pool.layout
+    num_q_heads = queries.shape[1] if queries.dim() == 3 else 0
+    if num_q_heads < 1 or queries.shape != (metadata.num_tokens, num_q_heads, layout.head_dim):
+        raise ValueError(
+            f"queries is {tuple(queries.shape)}: expected [{metadata.num_tokens}, num_q_heads, "
+            f"{layout.head_dim}]"
+        )
+    if num_q_heads % layout.num_kv_heads:
+        raise ValueError(
+            f"{num_q_heads} query heads: expected a multiple of {layout.num_kv_heads} KV heads"
+        )
+    if queries.dtype != layout.dtype or not layout.dtype.is_floating_point:
+        raise ValueError(
+            f"queries is {queries.dtype} and the pool {layout.dtype}: expected one floating dtype"
+        )
+    if queries.device != pool.device or metadata.seq_lens.device != pool.device:
+        raise ValueError(
+            f"queries on {queries.device}, metadata on {metadata.seq_lens.device} and the pool on "
+            f"{pool.device}: expected one device"
+        )
+    if queries.stride(-1) != 1:
+        raise ValueError(f"queries has strides {queries.stride()}: expected innermost stride 1")

@@ -1,0 +1,63 @@
+"""Write the keys and values of new tokens into their slots."""
+
+import torch
+
+from rayserve_kernels.layout import KVPool
+
+
+def write_kv(
+    pool: KVPool,
+    layer: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write one layer's keys and values by slot, in any layout.
+
+    Args:
+        pool: Written in place.
+        layer: Layer of the pool.
+        keys: [num_tokens, num_kv_heads, head_dim], the pool's dtype and device, any strides.
+        values: As `keys`.
+        slot_mapping: int64 [num_tokens], block_id * block_size + offset of each token. No slot
+            twice: which of two writers wins is undefined.
+
+    Raises:
+        ValueError: A shape, dtype or device that does not fit, or (on CPU; on a GPU the check
+            would wait for the device) a slot outside the pool.
+    """
+    layout = pool.layout
+    expected = (slot_mapping.numel(), layout.num_kv_heads, layout.head_dim)
+    for name, tensor in (("keys", keys), ("values", values)):
+        if tensor.shape != expected or tensor.dtype != layout.dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {layout.dtype} "
+                f"{expected}"
+            )
+        if tensor.device != pool.device:
+            raise ValueError(f"{name} is on {tensor.device}: the pool is on {pool.device}")
+    _check_slots(pool, slot_mapping)
+    block_ids = slot_mapping.div(layout.block_size, rounding_mode="floor")
+    offsets = slot_mapping.remainder(layout.block_size)
+    key_view = pool.key_view(layer)
+    # [num_tokens, num_kv_heads, head_dim], or with head_dim split as the vectorised view is.
+    key_view[block_ids, :, offsets] = keys.unflatten(-1, key_view.shape[3:])
+    pool.value_view(layer)[block_ids, :, offsets] = values
+
+
+def _check_slots(pool: KVPool, slot_mapping: torch.Tensor) -> None:
+    if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1:
+        raise ValueError(
+            f"slot_mapping is {slot_mapping.dtype} {tuple(slot_mapping.shape)}: expected "
+            f"torch.int64 [num_tokens]"
+        )
+    if slot_mapping.device != pool.device:
+        raise ValueError(f"slot_mapping is on {slot_mapping.device}: the pool is on {pool.device}")
+    if pool.device.type == "cpu" and slot_mapping.numel():
+        # A negative slot would silently land in the last block.
+        low, high = (int(bound) for bound in torch.aminmax(slot_mapping))
+        if low < 0 or high >= pool.num_slots:
+            raise ValueError(
+                f"slot_mapping runs from {low} to {high}: the pool has slots 0 to "
+                f"{pool.num_slots - 1}"
+            )

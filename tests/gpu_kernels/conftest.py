@@ -1,0 +1,102 @@
+"""A batch of sequences scattered over a pool, with the same keys and values kept in the clear."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
+from rayserve_kernels.layout import KVLayout, KVPool
+from rayserve_kernels.reference import dense_attention
+
+GARBAGE_BLOCK = 2**31 - 1
+
+
+@dataclasses.dataclass
+class PagedBatch:
+    """One step over several sequences, its pool written up to `num_computed`.
+
+    keys[i], values[i]: [num_kv_heads, length, head_dim] of sequence i, contiguous.
+    queries[i]: [num_new, num_q_heads, head_dim].
+    """
+
+    pool: KVPool
+    layer: int
+    metadata: AttentionMetadata
+    queries: list[torch.Tensor]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    tables: np.ndarray
+    num_computed: Sequence[int]
+    scale: float
+
+    def step(self, backend: AttentionBackend) -> list[torch.Tensor]:
+        """Write the new tokens, attend, and give each sequence's rows."""
+        new_keys = [k[:, n:].transpose(0, 1) for k, n in self._with_computed(self.keys)]
+        new_values = [v[:, n:].transpose(0, 1) for v, n in self._with_computed(self.values)]
+        backend.write(
+            self.pool, self.layer, torch.cat(new_keys), torch.cat(new_values), self.metadata
+        )
+        queries = torch.cat(self.queries)
+        output = backend.attend(self.pool, self.layer, queries, self.metadata, self.scale)
+        return list(output.split([len(q) for q in self.queries]))
+
+    def oracle(self) -> list[torch.Tensor]:
+        """Float64 attention over the sequences' own keys and values: no pool, no table."""
+        return [
+            dense_attention(q.double(), k.double(), v.double(), self.scale)
+            for q, k, v in zip(self.queries, self.keys, self.values, strict=True)
+        ]
+
+    def _with_computed(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+        return list(zip(tensors, self.num_computed, strict=True))
+
+
+@pytest.fixture
+def paged_batch() -> Callable[..., PagedBatch]:
+    """Build a `PagedBatch`: blocks at random, poison in every slot that is not written."""
+
+    def build(
+        layout: KVLayout,
+        num_q_heads: int,
+        num_computed: Sequence[int],
+        num_new: Sequence[int],
+        poison: float = float("nan"),
+        garbage: int = GARBAGE_BLOCK,
+    ) -> PagedBatch:
+        generator = torch.Generator().manual_seed(17)
+        lengths = [a + b for a, b in zip(num_computed, num_new, strict=True)]
+        counts = [-(-n // layout.block_size) for n in lengths]
+        pool = layout.allocate(sum(counts) + 3)
+        pool.payload.view(layout.dtype).fill_(poison)
+        order = torch.randperm(pool.num_blocks, generator=generator).tolist()
+        tables = np.full((len(lengths), max(counts) + 2), garbage, dtype=np.int32)
+        for row, count in enumerate(counts):
+            tables[row, :count] = [order.pop() for _ in range(count)]
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(layout.dtype)
+
+        batch = PagedBatch(
+            pool=pool,
+            layer=layout.num_layers - 1,
+            metadata=AttentionMetadata.for_step(tables, num_computed, num_new, layout.block_size),
+            queries=[draw(n, num_q_heads, layout.head_dim) for n in num_new],
+            keys=[draw(layout.num_kv_heads, n, layout.head_dim) for n in lengths],
+            values=[draw(layout.num_kv_heads, n, layout.head_dim) for n in lengths],
+            tables=tables,
+            num_computed=num_computed,
+            scale=layout.head_dim**-0.5,
+        )
+        for row, n in enumerate(num_computed):
+            for position in range(n):
+                block_id = int(tables[row, position // layout.block_size])
+                offset = position % layout.block_size
+                key_slot = pool.key_view(batch.layer)[block_id, :, offset]
+                key_slot.copy_(batch.keys[row][:, position].reshape(key_slot.shape))
+                pool.value_view(batch.layer)[block_id, :, offset] = batch.values[row][:, position]
+        return batch
+
+    return build
