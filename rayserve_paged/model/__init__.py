@@ -1,0 +1,1 @@
+"""What runs a step: loading, sharding, the forward pass and sampling."""

@@ -1,0 +1,76 @@
+"""Linear and embedding modules of which each rank holds a part (Megatron-LM, section 3)."""
+
+import torch
+from torch import nn
+
+from rayserve_paged.model.parallel import Collectives
+
+
+class ColumnLinear(nn.Module):
+    """A linear layer split by output features; each rank computes its own, nothing is exchanged.
+
+    Args:
+        weight: [out_features of this rank, in_features].
+        bias: [out_features of this rank], or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features of this rank]."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class RowLinear(nn.Module):
+    """A linear layer split by input features; the ranks' partial sums are added.
+
+    The bias joins after the sum, so that it counts once whatever the number of ranks.
+
+    Args:
+        weight: [out_features, in_features of this rank].
+        bias: [out_features], the whole of it on every rank, or None.
+        collectives: The ranks that hold the other parts.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, collectives: Collectives
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self._collectives = collectives
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features of this rank] -> [..., out_features], equal on every rank."""
+        y = nn.functional.linear(x, self.weight)
+        self._collectives.all_reduce(y)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabEmbedding(nn.Module):
+    """An embedding split by vocabulary rows: a rank adds zeros for tokens that it does not hold.
+
+    Args:
+        weight: [rows of this rank, hidden_size].
+        rows: Token ids of those rows.
+        collectives: The ranks that hold the other rows.
+    """
+
+    def __init__(self, weight: torch.Tensor, rows: range, collectives: Collectives) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._rows = rows
+        self._collectives = collectives
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [...] -> [..., hidden_size], equal on every rank."""
+        if self._collectives.world_size == 1:
+            return nn.functional.embedding(token_ids, self.weight)
+        held = (token_ids >= self._rows.start) & (token_ids < self._rows.stop)
+        x = self.weight.new_zeros(*token_ids.shape, self.weight.shape[1])
+        x[held] = self.weight[token_ids[held] - self._rows.start]
+        self._collectives.all_reduce(x)
+        return x

@@ -1,0 +1,106 @@
+"""What the rest of the system knows of a model: sizes, limits and identity."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes, limits and identity of a model, independent of dtype and of tensor parallelism.
+
+    Args:
+        num_layers: Layers that keep keys and values.
+        num_heads: Query heads, a multiple of `num_kv_heads`.
+        num_kv_heads: KV heads.
+        head_dim: Elements of one head's key.
+        vocab_size: Ids of the tokenizer; padding rows of the embedding do not count.
+        max_model_len: Prompt and output tokens that the positions allow.
+        eos_token_ids: Ids that end a sequence; may be empty.
+        fingerprint: Digest of weights and configuration, for the scope of block keys.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: bytes
+
+    def block_size_bytes(self, block_size: int, num_kv_heads: int, itemsize: int) -> int:
+        """Bytes of one block on a rank that holds `num_kv_heads` heads of `itemsize`-byte KV."""
+        return self.num_layers * 2 * num_kv_heads * block_size * self.head_dim * itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FingerprintConfig:
+    """All there is to a fingerprint model (see `fingerprint`).
+
+    Args:
+        num_layers: Layers that keep fingerprints.
+        num_heads: Query heads, a multiple of `num_kv_heads`.
+        num_kv_heads: KV heads.
+        vocab_size: Token ids; at least 256, so that every byte is one.
+        max_model_len: Prompt and output tokens.
+        eos_token_ids: Ids that end a sequence; none by default.
+        adapter: Part of every fingerprint, as an adapter's weights would be.
+        weights_version: Part of every fingerprint, as the weights would be.
+    """
+
+    num_layers: int = 2
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    vocab_size: int = 1000
+    max_model_len: int = 4096
+    eos_token_ids: tuple[int, ...] = ()
+    adapter: int = 0
+    weights_version: int = 0
+
+    def spec(self) -> ModelSpec:
+        """The specification of this model."""
+        return ModelSpec(
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=1,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+            fingerprint=hashlib.sha256(repr(self).encode()).digest(),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LlamaSource:
+    """A Hugging Face directory with a Llama model, as `loader.resolve_model` found it.
+
+    Args:
+        name: What the user asked for.
+        spec: Sizes, limits and identity.
+        directory: Holds config.json, the safetensors files and the tokenizer's files.
+    """
+
+    name: str
+    spec: ModelSpec
+    directory: Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FingerprintSource:
+    """The fingerprint model, whose configuration is all there is to it.
+
+    Args:
+        name: What the user asked for.
+        config: What makes its numbers.
+        spec: Sizes, limits and identity.
+    """
+
+    name: str
+    config: FingerprintConfig
+    spec: ModelSpec
+
+
+ModelSource = LlamaSource | FingerprintSource
+"""Where a model comes from; picklable, so that every rank builds its part from the same one."""

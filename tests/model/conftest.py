@@ -1,0 +1,254 @@
+"""Ranks in threads, a driver with scattered block tables, and small random models."""
+
+import dataclasses
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from rayserve_kernels.attention import AttentionMetadata
+from rayserve_paged.model.build import StepModel
+from rayserve_paged.model.loader import resolve_model
+from rayserve_paged.model.parallel import Collectives, SoloCollectives
+from rayserve_paged.model.spec import LlamaSource
+from rayserve_paged.model.step_batch import StepBatch
+
+TIMEOUT_S = 60.0
+
+T = TypeVar("T")
+
+
+class ThreadCollectives:
+    """Ranks in threads of one process, which meet at a barrier and read each other's tensors."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, box: list[Any]) -> None:
+        self.rank = rank
+        self.world_size = len(box)
+        self._barrier = barrier
+        self._box = box
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        parts = self._exchange(tensor.clone())
+        tensor.copy_(sum(parts[1:], start=parts[0]))
+        self._barrier.wait(TIMEOUT_S)
+
+    def gather_rows(self, rows: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
+        parts = self._exchange(rows)
+        assert [part.shape[1] for part in parts] == list(widths)
+        joined = torch.cat(parts, dim=1) if self.rank == 0 else None
+        self._barrier.wait(TIMEOUT_S)
+        return joined
+
+    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._box[self.rank] = tensor
+        self._barrier.wait(TIMEOUT_S)
+        return list(self._box)
+
+
+def run_ranks(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Run one call per rank in a thread of its own; the first error is raised here."""
+    results: list[Any] = [None] * len(calls)
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = calls[rank]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    if errors:
+        raise errors[0]
+    return results
+
+
+@dataclasses.dataclass
+class DrivenSequence:
+    """A sequence of the driver: all its tokens, how many are computed, and its blocks."""
+
+    token_ids: list[int]
+    num_computed: int
+    block_ids: list[int]
+
+
+class Gang:
+    """The ranks of one model over pools of their own, driven step by step.
+
+    Block tables are drawn at random from the free blocks, so that they are scattered, and the
+    same table serves all ranks. Pools start full of garbage.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[Collectives], StepModel],
+        world_size: int = 1,
+        block_size: int = 16,
+        num_blocks: int = 64,
+        seed: int = 0,
+    ) -> None:
+        self.block_size = block_size
+        self.world_size = world_size
+        barrier = threading.Barrier(world_size)
+        box: list[Any] = [None] * world_size
+        group: list[Collectives] = (
+            [SoloCollectives()]
+            if world_size == 1
+            else [ThreadCollectives(rank, barrier, box) for rank in range(world_size)]
+        )
+        self.models = [build(collectives) for collectives in group]
+        self.pools = [model.kv_layout(block_size).allocate(num_blocks) for model in self.models]
+        for pool in self.pools:
+            pool.keys.fill_(77)
+            pool.values.fill_(-99)
+        self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
+
+    def start(self, token_ids: Sequence[int]) -> DrivenSequence:
+        return DrivenSequence(list(token_ids), 0, [])
+
+    def take_block(self) -> int:
+        return self._free.pop()
+
+    def step(self, work: Sequence[tuple[DrivenSequence, int]]) -> torch.Tensor:
+        """Compute `count` tokens of each sequence; logits of each one's last token of the step."""
+        for sequence, count in work:
+            while len(sequence.block_ids) * self.block_size < sequence.num_computed + count:
+                sequence.block_ids.append(self.take_block())
+        batch = self.batch(work)
+        calls = [
+            lambda model=model, pool=pool: model.forward(batch, pool)
+            for model, pool in zip(self.models, self.pools, strict=True)
+        ]
+        results = run_ranks(calls) if len(calls) > 1 else [calls[0]()]
+        for sequence, count in work:
+            sequence.num_computed += count
+        assert all(result is None for result in results[1:])
+        assert results[0] is not None
+        return results[0]
+
+    def batch(self, work: Sequence[tuple[DrivenSequence, int]]) -> StepBatch:
+        width = max(len(sequence.block_ids) for sequence, _ in work)
+        # Padding may hold anything: a block id that does not exist shows who looks at it.
+        tables = np.full((len(work), width), 2**31 - 1, dtype=np.int32)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for row, (sequence, count) in enumerate(work):
+            tables[row, : len(sequence.block_ids)] = sequence.block_ids
+            end = sequence.num_computed + count
+            assert end <= len(sequence.token_ids)
+            token_ids += sequence.token_ids[sequence.num_computed : end]
+            positions += range(sequence.num_computed, end)
+        counts = [count for _, count in work]
+        return StepBatch(
+            token_ids=torch.tensor(token_ids),
+            positions=torch.tensor(positions),
+            metadata=AttentionMetadata.for_step(
+                tables, [s.num_computed for s, _ in work], counts, self.block_size
+            ),
+            logits_rows=torch.tensor(np.cumsum(counts) - 1),
+        )
+
+    def logits(self, token_ids: Sequence[int], chunks: Sequence[int] = ()) -> torch.Tensor:
+        """fp32 [vocab_size] after the last token, computed in these chunks and then the rest."""
+        sequence = self.start(token_ids)
+        for count in chunks:
+            self.step([(sequence, count)])
+        rest = len(token_ids) - sequence.num_computed
+        return self.step([(sequence, rest)])[0]
+
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, budget: int = 1 << 20
+    ) -> list[list[int]]:
+        """Greedy outputs of several prompts, batched, at most `budget` tokens a step."""
+        sequences = [self.start(prompt) for prompt in prompts]
+        ends = [len(prompt) + num_tokens for prompt in prompts]
+        while True:
+            left, work = budget, []
+            for sequence, end in zip(sequences, ends, strict=True):
+                known = len(sequence.token_ids)
+                count = min(known - sequence.num_computed, left)
+                if count and known < end:
+                    work.append((sequence, count))
+                    left -= count
+            if not work:
+                break
+            for (sequence, _), row in zip(work, self.step(work), strict=True):
+                if sequence.num_computed == len(sequence.token_ids):
+                    sequence.token_ids.append(int(row.argmax()))
+        return [
+            sequence.token_ids[len(prompt) :]
+            for sequence, prompt in zip(sequences, prompts, strict=True)
+        ]
+
+
+@pytest.fixture
+def make_gang() -> type[Gang]:
+    return Gang
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, Any]:
+    path = Path(__file__).with_name("golden_sample.json")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[LlamaSource]:
+    # Not pytest's own temporary directory, which is kept: the copy has half a gigabyte.
+    with tempfile.TemporaryDirectory(prefix="rayserve-paged-test-") as directory:
+        source = resolve_model("smollm2", Path(directory))
+        assert isinstance(source, LlamaSource)
+        yield source
+
+
+@pytest.fixture(scope="session")
+def make_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A directory with a random Llama; keyword arguments go into its configuration."""
+
+    def make(vocab_tokens: int | None = None, **settings: object) -> Path:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers.models.llama.configuration_llama import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+        values: dict[str, Any] = {
+            "hidden_size": 48,
+            "intermediate_size": 50,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 8,
+            "vocab_size": 101,
+            "max_position_embeddings": 256,
+            "eos_token_id": 5,
+            "tie_word_embeddings": False,
+            **settings,
+        }
+        config = LlamaConfig(**values)
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+        directory = tmp_path_factory.mktemp("llama")
+        model.save_pretrained(directory)
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[
+            : vocab_tokens or values["vocab_size"]
+        ]
+        tokenizer = Tokenizer(
+            models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[])
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.save(str(directory / "tokenizer.json"))
+        return directory
+
+    return make
