@@ -1,0 +1,21 @@
+"""A distributed, multi-GPU KV-cache runtime for LLM serving on Ray."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rayserve_paged.core.request import SamplingParams
+    from rayserve_paged.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams"]
+
+# Imported on first use: `import rayserve_paged.core` must load neither torch nor ray.
+_LAZY = {"LLM": "rayserve_paged.llm", "SamplingParams": "rayserve_paged.core.request"}
+
+if not TYPE_CHECKING:  # A type checker that sees `__getattr__` accepts every name.
+
+    def __getattr__(name: str) -> object:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_LAZY[name]), name)
