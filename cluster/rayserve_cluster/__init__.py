@@ -1,0 +1,1 @@
+"""Ray actors, tensor-parallel groups and the step loop that drive the core."""

@@ -1,0 +1,100 @@
+"""Runs the plans of a replica on all its ranks: the seam between the step loop and the ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rayserve_cluster.model_runner import ModelRunner
+from rayserve_cluster.plan_codec import decode_plan, encode_plan
+from rayserve_cluster.tp_group import GroupBrokenError, TpGroup
+from rayserve_paged.core.messages import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Runs one plan at a time. One thread makes the calls; `abort` comes from any."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan on every rank and choose the new tokens.
+
+        Raises:
+            GroupBrokenError: The ranks cannot be trusted any more.
+        """
+        ...
+
+    def heartbeat(self) -> None:
+        """Tell idle followers that rank 0 is alive.
+
+        Raises:
+            GroupBrokenError: A follower is gone.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Make a call under way, and all later ones, raise GroupBrokenError."""
+        ...
+
+    def shutdown(self) -> None:
+        """Let the followers leave in order and give everything back. Never raises for a broken
+        group. No call may follow.
+        """
+        ...
+
+
+class RankZeroExecutor:
+    """Executor of a tensor-parallel group: plans go out, all ranks compute, rank 0 samples.
+
+    Args:
+        group: Rank 0's end of the group.
+        runner: Rank 0's shard.
+    """
+
+    def __init__(self, group: TpGroup, runner: ModelRunner) -> None:
+        assert group.rank == 0
+        self._group = group
+        self._runner = runner
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """As `Executor.execute`."""
+        if self._group.world_size > 1:
+            self._group.send_plan(encode_plan(plan))
+        logits = self._runner.run(plan)
+        assert logits is not None, "rank 0 has the logits"
+        return self._runner.sample(plan, logits)
+
+    def heartbeat(self) -> None:
+        """As `Executor.heartbeat`."""
+        self._group.send_heartbeat()
+
+    def abort(self, reason: str) -> None:
+        """As `Executor.abort`."""
+        self._group.abort(reason)
+
+    def shutdown(self) -> None:
+        """As `Executor.shutdown`."""
+        try:
+            self._group.send_shutdown()
+        except GroupBrokenError as error:
+            # The followers learn of the end from their closed sockets instead.
+            self._group.abort(error.reason)
+        self._group.close()
+
+
+def follow(group: TpGroup, runner: ModelRunner) -> None:
+    """Run every plan of rank 0 on this rank, until rank 0 shuts down.
+
+    Whatever ends the loop otherwise breaks the group, so that no rank waits for this one.
+
+    Args:
+        group: A follower's end of the group.
+        runner: Its shard.
+
+    Raises:
+        GroupBrokenError: The group broke or was aborted.
+    """
+    try:
+        while (payload := group.receive_plan()) is not None:
+            runner.run(decode_plan(payload))
+        group.close()
+    finally:
+        # A no-op after close().
+        group.abort("the follower's loop ended")

@@ -1,0 +1,160 @@
+"""Starts or joins a Ray cluster, and removes what a deployment holds on it."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+from typing import Any, Final
+
+import ray
+from ray._private import ray_constants
+from ray._private import worker as ray_worker
+
+from rayserve_cluster.placement import (
+    CONTROLLER_NAME,
+    actors_of,
+    groups_of,
+    namespace_of,
+    remove_group,
+)
+from rayserve_paged.core.errors import DeploymentError
+
+# Nothing of ours passes through the object store: take the least that Ray allows.
+_OBJECT_STORE_BYTES: Final = 80 * 2**20
+_REMOVAL_TIMEOUT_S: Final = 20.0
+_LOOK_S: Final = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connection:
+    """How this process came to be connected to a cluster.
+
+    Args:
+        started_cluster: The cluster is local, and ends with this process.
+        connected: This process was not connected before.
+    """
+
+    started_cluster: bool
+    connected: bool
+
+
+def connect(deployment: str, address: str | None) -> Connection:
+    """Connect this process to a cluster, unless it is connected already.
+
+    Args:
+        deployment: For the error.
+        address: A cluster to join, `auto` for the one on this machine; None to start a local one
+            that listens on loopback alone.
+
+    Raises:
+        DeploymentError: No cluster answers at the address, or none could be started.
+    """
+    if ray.is_initialized():
+        return Connection(started_cluster=False, connected=False)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    _keep_off_standard_output()
+    if address is not None and address != "local":
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = f"no Ray cluster at address={address!r} ({_first_line(error)})"
+            raise DeploymentError(deployment, reason) from error
+        return Connection(started_cluster=False, connected=True)
+    _bind_to_loopback()
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            **quiet,
+        )
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        reason = f"cannot start a local Ray cluster ({_first_line(error)})"
+        raise DeploymentError(deployment, reason) from error
+    return Connection(started_cluster=True, connected=True)
+
+
+def _keep_off_standard_output() -> None:
+    # Ray prints what goes wrong on the cluster to standard output, between the lines of results
+    # that a reader parses. Those who lose a request to it hear of it in that request's error.
+    def log(data: dict[str, Any], ignore_prefix: bool) -> None:
+        logger.info("Ray says: %s", " ".join(data["lines"]))
+
+    ray_worker.print_to_stdstream = log
+
+
+def _bind_to_loopback() -> None:
+    # The address alone is rewritten to one that other machines reach. Ray's daemons read the
+    # variable when they start; in this process Ray may have read it long ago, on import.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def disconnect(connection: Connection) -> None:
+    """Undo `connect`: leave the cluster, and end it if it was started."""
+    if connection.connected:
+        ray.shutdown()
+
+
+def remove_deployment(deployment: str, *, keep_controller: bool = False) -> tuple[str, ...]:
+    """Remove all that a deployment holds on the connected cluster; idempotent.
+
+    Args:
+        deployment: Its name.
+        keep_controller: Leave the controller, which asks.
+
+    Returns:
+        What was removed: names of actors, then of placement groups.
+
+    Raises:
+        DeploymentError: Some of it is still there after 20 s.
+    """
+
+    def actors() -> list[str]:
+        names = actors_of(deployment)
+        return [name for name in names if not keep_controller or name != CONTROLLER_NAME]
+
+    killed = actors()
+    if CONTROLLER_NAME in killed:
+        # First, so that it starts nothing behind our back.
+        with contextlib.suppress(ValueError):  # It is gone already.
+            ray.kill(ray.get_actor(CONTROLLER_NAME, namespace=namespace_of(deployment)))
+    groups = groups_of(deployment)
+    for group in groups.values():
+        remove_group(group)  # And with it the ranks inside.
+    deadline = time.monotonic() + _REMOVAL_TIMEOUT_S
+    while left := [*actors(), *groups_of(deployment)]:
+        if time.monotonic() > deadline:
+            raise DeploymentError(deployment, f"cannot remove {', '.join(left)}")
+        time.sleep(_LOOK_S)
+    return (*killed, *groups)
+
+
+def down(deployment: str, address: str | None = None) -> tuple[str, ...]:
+    """Remove all that a deployment holds: its controller, its ranks, their placement groups.
+
+    Args:
+        deployment: Its name.
+        address: Its cluster; None for the one on this machine.
+
+    Returns:
+        What was removed; nothing where there was nothing.
+
+    Raises:
+        DeploymentError: No cluster answers, or something cannot be removed.
+    """
+    connection = connect(deployment, address or "auto")
+    try:
+        return remove_deployment(deployment)
+    finally:
+        disconnect(connection)

@@ -1,0 +1,155 @@
+"""Runs step plans on one rank: block tables by differences, the batch, the model, the choice."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+from rayserve_kernels.attention import AttentionMetadata
+from rayserve_kernels.layout import KVPool
+from rayserve_paged.core.messages import IntArray, StepPlan, StepResult, TokenLogprobs
+from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.model.build import StepModel
+from rayserve_paged.model.sampler import Sampler, SamplingRow
+from rayserve_paged.model.step_batch import StepBatch
+
+# What a choice for one row can raise. Whatever else is raised is no fault of a row.
+_ROW_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class ModelRunner:
+    """One rank's shard, its pool, and the rows that the plans speak of.
+
+    Args:
+        model: The shard.
+        pool: Its blocks.
+        max_num_seqs: Rows.
+        max_model_len: Most tokens of one sequence, which bounds its block table.
+        sampler: Chooses tokens; used on rank 0 alone.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        pool: KVPool,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self._sampler = Sampler() if sampler is None else sampler
+        self._block_size = pool.layout.block_size
+        width = min(-(-max_model_len // self._block_size), pool.num_blocks)
+        # By row. Entries of a table beyond its length are left over from earlier sequences.
+        self._tables = np.zeros((max_num_seqs, width), np.int32)
+        self._table_lens = np.zeros(max_num_seqs, np.int32)
+        self._num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
+        self._params: list[SamplingParams | None] = [None] * max_num_seqs
+        self._history = hashlib.blake2b(digest_size=16)
+
+    @property
+    def history_digest(self) -> bytes:
+        """Digest of every token computed so far and its place; equal on every rank of a group."""
+        return self._history.digest()
+
+    def run(self, plan: StepPlan) -> torch.Tensor | None:
+        """Apply a plan's differences and compute its tokens.
+
+        Returns:
+            On rank 0 the logits, fp32 [num_samples, vocab_size]; None on other ranks.
+
+        Raises:
+            GroupBrokenError: A collective of the model failed.
+        """
+        self._apply(plan)
+        batch = self._batch(plan)
+        for array in (plan.rows, plan.num_computed, plan.num_tokens, plan.token_ids):
+            self._history.update(array.tobytes())
+        with torch.inference_mode():
+            return self.model.forward(batch, self.pool)
+
+    def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
+        """Choose the next tokens of a step; a row that has no choice fails alone.
+
+        Args:
+            plan: The plan that was run.
+            logits: What `run` returned.
+        """
+        rows = plan.rows[plan.samples]
+        positions = plan.num_computed + plan.num_tokens - self._num_prompt_tokens[plan.rows]
+        sampling_rows = []
+        for row, position in zip(rows.tolist(), positions[plan.samples].tolist(), strict=True):
+            params = self._params[row]
+            assert params is not None, "a row is started before it samples"
+            sampling_rows.append(SamplingRow(params, position, self.model.spec.eos_token_ids))
+        try:
+            token_ids, logprobs, errors = self._sampler.sample(logits, sampling_rows)
+        except _ROW_ERRORS:
+            token_ids, logprobs, errors = self._sample_each(logits, sampling_rows)
+        return StepResult(plan.step_id, token_ids, logprobs, errors)
+
+    def _sample_each(
+        self, logits: torch.Tensor, rows: list[SamplingRow]
+    ) -> tuple[IntArray, dict[int, TokenLogprobs], dict[int, str]]:
+        """Choose row by row, to find whose choice raises."""
+        token_ids = np.zeros(len(rows), np.int32)
+        logprobs: dict[int, TokenLogprobs] = {}
+        errors: dict[int, str] = {}
+        for index, row in enumerate(rows):
+            try:
+                ids, probs, reasons = self._sampler.sample(logits[index : index + 1], [row])
+            except _ROW_ERRORS as error:
+                errors[index] = f"sampling raised {type(error).__name__}: {error}"
+                continue
+            token_ids[index] = ids[0]
+            if 0 in probs:
+                logprobs[index] = probs[0]
+            if 0 in reasons:
+                errors[index] = reasons[0]
+        return token_ids, logprobs, errors
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Bring the rows up to date: starts first, then the appended blocks."""
+        for start in plan.starts:
+            row, num_blocks = start.row, len(start.block_ids)
+            self._tables[row, :num_blocks] = start.block_ids
+            self._table_lens[row] = num_blocks
+            self._params[row] = start.params
+            self._num_prompt_tokens[row] = start.num_prompt_tokens
+        if not len(plan.append_rows):
+            return
+        # The blocks of a row keep their order: a stable sort brings each row's together, and
+        # their places count on from the end of its table.
+        order = np.argsort(plan.append_rows, kind="stable")
+        rows = plan.append_rows[order]
+        unique, first, counts = np.unique(rows, return_index=True, return_counts=True)
+        places = self._table_lens[rows] + np.arange(len(rows)) - np.repeat(first, counts)
+        self._tables[rows, places] = plan.append_blocks[order]
+        self._table_lens[unique] += counts.astype(np.int32)
+
+    def _batch(self, plan: StepPlan) -> StepBatch:
+        """Flatten the scheduled tokens, row after row."""
+        device = self.pool.device
+        ends = np.cumsum(plan.num_tokens, dtype=np.int64)
+        starts = ends - plan.num_tokens
+        positions = np.arange(len(plan.token_ids)) + np.repeat(
+            plan.num_computed - starts, plan.num_tokens
+        )
+        width = -(-int((plan.num_computed + plan.num_tokens).max()) // self._block_size)
+        metadata = AttentionMetadata.for_step(
+            self._tables[plan.rows, :width],
+            plan.num_computed,
+            plan.num_tokens,
+            self._block_size,
+            device,
+        )
+        return StepBatch(
+            token_ids=torch.from_numpy(plan.token_ids.astype(np.int64)).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            metadata=metadata,
+            logits_rows=torch.from_numpy(ends[plan.samples] - 1).to(device),
+        )

@@ -1,0 +1,103 @@
+"""A step plan as bytes and back: int32 fields in a fixed order, integers only.
+
+    header    step id (low, high), and how many of each that follows
+    starts    row, num_computed, num_prompt_tokens, number of blocks: one field after another
+    arrays    blocks of the starts, append_rows, append_blocks, rows, num_computed, num_tokens,
+              samples, token_ids
+
+Sampling parameters stay on rank 0, which alone samples.
+"""
+
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+
+from rayserve_paged.core.ids import Row, StepId
+from rayserve_paged.core.messages import IntArray, RowStart, StepPlan
+from rayserve_paged.core.request import SamplingParams
+
+FOLLOWER_PARAMS = SamplingParams(temperature=0.0)
+"""What a decoded plan holds in place of sampling parameters."""
+
+_INT32 = np.dtype("<i4")
+_HEADER_FIELDS = 7
+_START_FIELDS = 4
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """Return a plan, without its sampling parameters, as bytes for the other ranks."""
+    header = [
+        plan.step_id & 0xFFFFFFFF,
+        plan.step_id >> 32,
+        len(plan.starts),
+        sum(len(start.block_ids) for start in plan.starts),
+        len(plan.append_rows),
+        len(plan.rows),
+        len(plan.token_ids),
+    ]
+    starts = [
+        (start.row, start.num_computed, start.num_prompt_tokens, len(start.block_ids))
+        for start in plan.starts
+    ]
+    parts: list[npt.ArrayLike] = [
+        np.array(header, np.uint32).view(np.int32),
+        np.array(starts, np.int32).reshape(len(starts), _START_FIELDS).T.ravel(),
+        *(start.block_ids for start in plan.starts),
+        plan.append_rows,
+        plan.append_blocks,
+        plan.rows,
+        plan.num_computed,
+        plan.num_tokens,
+        plan.samples,
+        plan.token_ids,
+    ]
+    return np.concatenate(parts, dtype=_INT32, casting="unsafe").tobytes()
+
+
+def decode_plan(payload: bytes) -> StepPlan:
+    """Return the plan that `encode_plan` wrote, with `FOLLOWER_PARAMS` in its starts.
+
+    Raises:
+        ValueError: The bytes are no plan.
+    """
+    if len(payload) < 4 * _HEADER_FIELDS or len(payload) % 4:
+        raise ValueError(f"{len(payload)} bytes are no step plan")
+    fields = np.frombuffer(payload, _INT32)
+    low, high, num_starts, num_start_blocks, num_appends, num_rows, num_tokens = (
+        fields[:_HEADER_FIELDS].view(np.uint32).tolist()
+    )
+    sizes = (
+        *(num_starts,) * _START_FIELDS,
+        num_start_blocks,
+        *(num_appends,) * 2,
+        *(num_rows,) * 4,
+        num_tokens,
+    )
+    if len(fields) != _HEADER_FIELDS + sum(sizes):
+        raise ValueError(f"a step plan of {sum(sizes)} fields in {len(payload)} bytes")
+    arrays = _cut(fields[_HEADER_FIELDS:], sizes)
+    blocks = _cut(arrays[4], arrays[3].tolist())
+    return StepPlan(
+        step_id=StepId(high << 32 | low),
+        starts=tuple(
+            RowStart(Row(row), computed, block_ids, FOLLOWER_PARAMS, num_prompt)
+            for row, computed, num_prompt, block_ids in zip(
+                *(array.tolist() for array in arrays[:3]), blocks, strict=True
+            )
+        ),
+        append_rows=arrays[5],
+        append_blocks=arrays[6],
+        rows=arrays[7],
+        num_computed=arrays[8],
+        num_tokens=arrays[9],
+        samples=arrays[10].astype(np.bool_),
+        token_ids=arrays[11],
+    )
+
+
+def _cut(array: IntArray, sizes: tuple[int, ...] | list[int]) -> list[IntArray]:
+    ends = list(itertools.accumulate(sizes))
+    if (ends[-1] if ends else 0) != len(array) or any(size < 0 for size in sizes):
+        raise ValueError(f"parts of {sizes} in an array of {len(array)}")
+    return [array[end - size : end] for end, size in zip(ends, sizes, strict=True)]

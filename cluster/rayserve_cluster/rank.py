@@ -1,0 +1,153 @@
+"""Starts one rank of a replica, and the replica itself on rank 0: the same in every shell."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torch.distributed import Store
+
+from rayserve_cluster.cache_size import (
+    DEFAULT_CPU_BYTES,
+    DEFAULT_GPU_SHARE,
+    available_memory,
+    choose_num_blocks,
+)
+from rayserve_cluster.executor import RankZeroExecutor
+from rayserve_cluster.model_runner import ModelRunner
+from rayserve_cluster.step_loop import ReplicaHost
+from rayserve_cluster.tp_group import TpGroup
+from rayserve_kernels.attention import TorchBackend
+from rayserve_paged.core.block_identity import BlockScope
+from rayserve_paged.core.config import DeploymentConfig
+from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.ids import Incarnation, ReplicaId
+from rayserve_paged.core.messages import LoseReplica, ReplicaEvent, ReplicaReport
+from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.request import ModelLimits
+from rayserve_paged.load_config import user_cache_dir
+from rayserve_paged.model.build import build_model
+from rayserve_paged.model.loader import resolve_model
+
+_HEARTBEATS_PER_TIMEOUT = 4
+NUMERICS = "default"
+"""Class of kernels and reduction orders whose KV may be mixed: all there are, so far."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank, loaded and connected; followers then call `executor.follow(group, runner)`.
+
+    Args:
+        group: Its ends of the group, connected.
+        runner: Its shard and its pool.
+        limits: Of the replica, with the smallest rank's blocks.
+        scope: Of the replica's KV.
+    """
+
+    group: TpGroup
+    runner: ModelRunner
+    limits: ModelLimits
+    scope: BlockScope
+
+
+def start_rank(
+    config: DeploymentConfig,
+    group: TpGroup,
+    store: Store | None,
+    name: str,
+    *,
+    num_ranks_here: int = 1,
+) -> Rank:
+    """Load this rank's shard, meet the other ranks, agree on a pool and allocate it. Blocks.
+
+    Args:
+        config: Of the deployment.
+        group: This rank's, not yet connected.
+        store: Where the ranks meet; None for a group of one.
+        name: Of this meeting, fresh for each incarnation.
+        num_ranks_here: Ranks that share this device's memory.
+
+    Raises:
+        InvalidInputError: The model, its width or the cache is not accepted.
+        GroupBrokenError: The other ranks did not come, or the group was aborted.
+    """
+    device = group.device
+    source = resolve_model(config.model.model, user_cache_dir())
+    max_model_len = _max_model_len(config, source.spec.max_model_len)
+    model = build_model(source, config.model.dtype, group, TorchBackend(), device)
+    layout = model.kv_layout(config.cache.block_size)
+    available_bytes = available_memory(device) // num_ranks_here
+    on_gpu = device.type == "cuda"
+    num_blocks = choose_num_blocks(
+        config.cache,
+        block_bytes=layout.block_bytes,
+        available_bytes=available_bytes,
+        default_bytes=int(available_bytes * DEFAULT_GPU_SHARE) if on_gpu else DEFAULT_CPU_BYTES,
+        max_useful_blocks=config.batch.max_num_seqs * -(-max_model_len // layout.block_size),
+    )
+    if store is not None:
+        group.connect(store, name, config.timeouts.start_timeout_s)
+    num_blocks = group.smallest(num_blocks)
+    runner = ModelRunner(
+        model,
+        layout.allocate(num_blocks, device),
+        max_num_seqs=config.batch.max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    limits = ModelLimits(
+        vocab_size=source.spec.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        eos_token_ids=source.spec.eos_token_ids,
+    )
+    scope = BlockScope(
+        model_fingerprint=source.spec.fingerprint,
+        dtype=config.model.dtype,
+        kv_dtype=str(layout.dtype).removeprefix("torch."),
+        numerics=NUMERICS,
+        # Rotary parameters are part of the model's fingerprint.
+        positions="from 0, full attention",
+        block_size=layout.block_size,
+    )
+    return Rank(group, runner, limits, scope)
+
+
+def host_replica(
+    config: DeploymentConfig,
+    rank: Rank,
+    replica_id: ReplicaId,
+    incarnation: Incarnation,
+    on_report: Callable[[ReplicaReport | LoseReplica], object],
+    record: Callable[[ReplicaEvent, float], None] | None = None,
+) -> ReplicaHost:
+    """Put a replica's state machine into its step loop, on rank 0; the caller starts the loop.
+
+    Args:
+        config: Of the deployment.
+        rank: Rank 0.
+        replica_id: The replica.
+        incarnation: Its life.
+        on_report: As `ReplicaHost`.
+        record: As `ReplicaHost`.
+    """
+    replica = Replica(
+        replica_id, incarnation, rank.limits, rank.scope, config.batch, config.timeouts
+    )
+    return ReplicaHost(
+        replica,
+        RankZeroExecutor(rank.group, rank.runner),
+        on_report,
+        heartbeat_s=rank.group.timeout_s / _HEARTBEATS_PER_TIMEOUT,
+        record=record,
+    )
+
+
+def _max_model_len(config: DeploymentConfig, most: int) -> int:
+    asked = config.model.max_model_len
+    if asked is None:
+        return most
+    if asked > most:
+        raise InvalidInputError("model.max_model_len", asked, f"at most {most}, the model's own")
+    return asked

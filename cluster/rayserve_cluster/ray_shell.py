@@ -1,0 +1,269 @@
+"""The shell on Ray: a `Deployment` whose controller and ranks are actors of a cluster."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+import uuid
+from typing import Any, Final
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from rayserve_cluster.controller_actor import ControllerActor
+from rayserve_cluster.health import death_cause
+from rayserve_cluster.launch import connect, disconnect, remove_deployment
+from rayserve_cluster.placement import CONTROLLER_NAME, namespace_of, rank_name
+from rayserve_cluster.worker import RankStats, unwrapped
+from rayserve_paged.core.accounting import Accounting
+from rayserve_paged.core.config import DeploymentConfig
+from rayserve_paged.core.errors import DeploymentError, InvalidInputError, ReplicaLostError
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.messages import (
+    Delivery,
+    Placed,
+    PollTokens,
+    Rejected,
+    ReplicaLost,
+    SubmitRequest,
+)
+from rayserve_paged.core.request import FinishReason, ModelLimits
+
+_RENEWALS_PER_LEASE: Final = 5
+_END_TIMEOUT_S: Final = 5.0
+_MAX_CALLS: Final = 10_000
+_FIND_ATTEMPTS: Final = 20
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShellStats:
+    """Figures of a running deployment.
+
+    Args:
+        timings: Seconds that the parts of starting took: `ray_init_s`, then `controller_s`, then
+            `ranks_ready_s`, of which the slowest rank took `model_load_s` to load its shard.
+        ranks: Figures of each rank's process.
+    """
+
+    timings: dict[str, float]
+    ranks: tuple[RankStats, ...]
+
+
+class RayShell:
+    """A deployment on a Ray cluster.
+
+    The one that creates the deployment owns it: it renews its lease, and ends it in `shutdown`
+    unless `keep_alive` is set. A deployment of the same name and configuration that exists
+    already is joined, its lease renewed, and left alone at the end.
+
+    Args:
+        config: What to run.
+        address: A Ray cluster to join; None to start one on this machine, which ends with
+            this process.
+
+    Raises:
+        DeploymentError: There is no cluster, no room, or another deployment of this name.
+        PagedError: What a rank raised while it started, such as a model that is not accepted.
+    """
+
+    def __init__(self, config: DeploymentConfig, address: str | None = None) -> None:
+        self._config = config
+        self._owner = uuid.uuid4().hex
+        self._ranks: dict[tuple[ReplicaId, Incarnation], Any] = {}
+        self._created = False
+        self._shut_down = threading.Event()
+        begin = time.monotonic()
+        self._connection = connect(config.name, address)
+        try:
+            if config.keep_alive and self._connection.started_cluster:
+                accepted = "false where the cluster is local: it ends with this process"
+                raise InvalidInputError("keep_alive", True, accepted)
+            connected_at = time.monotonic()
+            self._controller, self._created = self._find_or_create_controller()
+            controller_at = time.monotonic()
+            self._renewer = threading.Thread(target=self._renew_lease, daemon=True)
+            self._renewer.start()
+            self._limits = self._start()
+        except BaseException:
+            self._shut_down.set()
+            self._remove()
+            raise
+        ready_at = time.monotonic()
+        self._timings = {
+            "ray_init_s": connected_at - begin,
+            "controller_s": controller_at - connected_at,
+            "ranks_ready_s": ready_at - controller_at,
+        }
+
+    def _find_or_create_controller(self) -> tuple[Any, bool]:
+        actor_class: Any = ray.remote(ControllerActor)
+        options = actor_class.options(
+            name=CONTROLLER_NAME,
+            namespace=namespace_of(self._config.name),
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_concurrency=_MAX_CALLS,
+        )
+        for _ in range(_FIND_ATTEMPTS):
+            try:
+                controller = options.remote(self._config, self._owner)
+                config, owner = ray.get(controller.describe.remote())
+            except RayActorError:
+                time.sleep(0.25)  # An ending controller of this name; the next one is ours.
+                continue
+            if config != self._config:
+                reason = (
+                    "runs already, with another configuration: take it down first "
+                    f"(rayserve-paged down {self._config.name}), or choose another name"
+                )
+                raise DeploymentError(self._config.name, reason)
+            return controller, owner == self._owner
+        raise DeploymentError(self._config.name, "its controller does not start")
+
+    def _start(self) -> ModelLimits:
+        try:
+            limits: ModelLimits = ray.get(self._controller.start.remote())
+        except RayTaskError as error:
+            raise unwrapped(error, self._config.name) from None
+        except RayError as error:
+            reason = f"its controller ended while it started ({death_cause(error)})"
+            raise DeploymentError(self._config.name, reason) from error
+        return limits
+
+    def _renew_lease(self) -> None:
+        period_s = self._config.timeouts.deployment_lease_s / _RENEWALS_PER_LEASE
+        while not self._shut_down.wait(period_s):
+            try:
+                ray.get(self._controller.renew_lease.remote(), timeout=period_s)
+            except GetTimeoutError:
+                continue
+            except RayError as error:
+                logger.warning("the controller of %s is gone: %s", self._config.name, error)
+                return
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What a request is checked against."""
+        return self._limits
+
+    async def submit(self, message: SubmitRequest) -> Placed | Rejected:
+        """Hand in a request. Idempotent by (request_id, attempt).
+
+        Raises:
+            DeploymentError: The controller is gone.
+        """
+        answer: Placed | Rejected = await self._ask(self._controller.submit.remote(message))
+        return answer
+
+    async def cancel(self, request_id: RequestId, attempt: Attempt) -> None:
+        """Withdraw a request wherever it is; its stream ends as cancelled. Idempotent."""
+        await self._ask(self._controller.withdraw.remote(request_id, attempt))
+
+    async def watch(self, consumer_id: ConsumerId) -> tuple[ReplicaLost, ...]:
+        """Wait for news of lost replicas that still owed this consumer something."""
+        news: tuple[ReplicaLost, ...]
+        news = await self._ask(self._controller.watch.remote(consumer_id))
+        return news
+
+    async def accounting(self) -> tuple[tuple[ReplicaId, Accounting], ...]:
+        """Take the ledger of every replica, each at a step's end, ordered by replica id."""
+        ledgers: tuple[tuple[ReplicaId, Accounting], ...]
+        ledgers = await self._ask(self._controller.accounting.remote())
+        return ledgers
+
+    async def stats(self) -> ShellStats:
+        """Return where the time of starting went, and the figures of each rank's process."""
+        ranks = await self._ask(self._controller.stats.remote())
+        loads = [rank.timings["load_s"] for rank in ranks if "load_s" in rank.timings]
+        return ShellStats(self._timings | {"model_load_s": max(loads, default=0.0)}, ranks)
+
+    async def _ask(self, answer: Any) -> Any:
+        try:
+            return await answer
+        except RayTaskError as error:
+            raise unwrapped(error, self._config.name) from None
+        except RayError as error:
+            reason = f"its controller is gone ({death_cause(error)})"
+            raise DeploymentError(self._config.name, reason) from error
+
+    async def poll(
+        self, replica_id: ReplicaId, incarnation: Incarnation, message: PollTokens
+    ) -> Delivery:
+        """Wait for new tokens of the consumer's requests on one replica.
+
+        Raises:
+            ReplicaLostError: This incarnation is gone.
+        """
+        timeouts = self._config.timeouts
+        # The controller notices what is silent; this one is for a controller that is gone too.
+        limit_s = timeouts.poll_timeout_s + max(
+            timeouts.collective_timeout_s, 2.0 * timeouts.deployment_lease_s
+        )
+        try:
+            rank_zero = self._rank_zero(replica_id, incarnation)
+            async with asyncio.timeout(limit_s):
+                delivery: Delivery = await rank_zero.poll.remote(message)
+            return await self._explained(delivery)
+        except TimeoutError:
+            reason = f"its first rank has not answered a poll for {limit_s:g} s"
+        except RayTaskError as error:
+            raise unwrapped(error, self._config.name) from None
+        except (RayError, ValueError) as error:
+            known = await self._why_lost(replica_id, incarnation)
+            reason = known or f"rank 0: its process is gone ({death_cause(error)})"
+        raise ReplicaLostError(replica_id, incarnation, reason)
+
+    async def _explained(self, delivery: Delivery) -> Delivery:
+        """Name the rank that broke the group, where rank 0 only saw a connection break."""
+        if all(item.finish is not FinishReason.ERROR for item in delivery.items):
+            return delivery
+        reason = await self._why_lost(delivery.replica_id, delivery.incarnation)
+        if reason is None:
+            return delivery
+        items = tuple(
+            dataclasses.replace(item, error=f"{reason} ({item.error})")
+            if item.finish is FinishReason.ERROR and item.error != reason
+            else item
+            for item in delivery.items
+        )
+        return dataclasses.replace(delivery, items=items)
+
+    def _rank_zero(self, replica_id: ReplicaId, incarnation: Incarnation) -> Any:
+        key = (replica_id, incarnation)
+        if key not in self._ranks:
+            name = rank_name(replica_id, incarnation, 0)
+            self._ranks[key] = ray.get_actor(name, namespace=namespace_of(self._config.name))
+        return self._ranks[key]
+
+    async def _why_lost(self, replica_id: ReplicaId, incarnation: Incarnation) -> str | None:
+        try:
+            reason: str | None = await self._controller.why_lost.remote(replica_id, incarnation)
+        except RayError:
+            return None
+        return reason
+
+    def shutdown(self) -> None:
+        """End the deployment, unless it is kept alive or another's, and leave the cluster.
+
+        Idempotent; blocks until nothing of it is left.
+        """
+        if self._shut_down.is_set():
+            return
+        self._shut_down.set()
+        self._renewer.join()
+        if self._created and not self._config.keep_alive:
+            with contextlib.suppress(RayError, GetTimeoutError):
+                ray.get(self._controller.end.remote("shut down"), timeout=_END_TIMEOUT_S)
+        self._remove()
+
+    def _remove(self) -> None:
+        try:
+            if self._created and not self._config.keep_alive:
+                remove_deployment(self._config.name)
+        finally:
+            disconnect(self._connection)

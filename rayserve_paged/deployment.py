@@ -1,0 +1,62 @@
+"""What an API needs of a running deployment; every shell implements it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rayserve_paged.core.accounting import Accounting
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.messages import (
+    Delivery,
+    Placed,
+    PollTokens,
+    Rejected,
+    ReplicaLost,
+    SubmitRequest,
+)
+from rayserve_paged.core.request import ModelLimits
+
+
+class Deployment(Protocol):
+    """A controller and its replicas, reached from any thread and any asyncio loop."""
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What a request is checked against."""
+        ...
+
+    async def submit(self, message: SubmitRequest) -> Placed | Rejected:
+        """Hand in a request. Idempotent by (request_id, attempt)."""
+        ...
+
+    async def poll(
+        self, replica_id: ReplicaId, incarnation: Incarnation, message: PollTokens
+    ) -> Delivery:
+        """Wait for new tokens of the consumer's requests on one replica.
+
+        Answered with an empty delivery after the poll timeout. At most one poll per consumer
+        and replica is pending; a newer one replaces an older one.
+
+        Raises:
+            ReplicaLostError: This incarnation is gone.
+        """
+        ...
+
+    async def cancel(self, request_id: RequestId, attempt: Attempt) -> None:
+        """Withdraw a request wherever it is; its stream ends as cancelled. Idempotent."""
+        ...
+
+    async def watch(self, consumer_id: ConsumerId) -> tuple[ReplicaLost, ...]:
+        """Wait for news of lost replicas that still owed this consumer something.
+
+        Returns with nothing after the poll timeout; call it again and again.
+        """
+        ...
+
+    async def accounting(self) -> tuple[tuple[ReplicaId, Accounting], ...]:
+        """Take the ledger of every replica, each at a step's end, ordered by replica id."""
+        ...
+
+    def shutdown(self) -> None:
+        """End every replica and wait until nothing of it is left. Idempotent; blocks."""
+        ...

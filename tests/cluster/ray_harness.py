@@ -1,0 +1,126 @@
+"""What the tests of the Ray shell share: small deployments, streams, and what is left behind."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from rayserve_cluster.launch import connect, disconnect
+from rayserve_cluster.placement import actors_of, groups_of
+from rayserve_paged.consumer_loop import ConsumerLoop
+from rayserve_paged.core.config import (
+    CacheConfig,
+    DeploymentConfig,
+    ModelConfig,
+    ParallelConfig,
+    TimeoutConfig,
+)
+from rayserve_paged.core.consumer import StreamUpdate
+from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
+from rayserve_paged.core.request import Request, SamplingParams
+from rayserve_paged.deployment import Deployment
+
+PATIENCE_S = 120.0
+"""How long a condition may take on a busy machine; never what a test measures."""
+
+
+def deployment_config(
+    name: str,
+    *,
+    ranks: int = 1,
+    replicas: int = 1,
+    model: str = "fingerprint",
+    keep_alive: bool = False,
+    **timeouts: float,
+) -> DeploymentConfig:
+    return DeploymentConfig(
+        name=name,
+        model=ModelConfig(model=model),
+        cache=CacheConfig(block_size=16, num_blocks=256),
+        parallel=ParallelConfig(tensor_parallel_size=ranks, num_replicas=replicas),
+        timeouts=TimeoutConfig(**timeouts),
+        keep_alive=keep_alive,
+    )
+
+
+def request(name: str, prompt: Sequence[int], max_tokens: int, consumer: str = "reader") -> Request:
+    return Request(
+        request_id=RequestId(name),
+        consumer_id=ConsumerId(consumer),
+        attempt=Attempt(0),
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
+    )
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Prompts of several lengths; every other one shares its first 40 tokens."""
+    shared = [(7 * place) % 900 for place in range(40)]
+    own = [[(index + 3) * place % 900 for place in range(5 + 9 * index)] for index in range(count)]
+    return [shared + tail if index % 2 else tail for index, tail in enumerate(own)]
+
+
+async def read_all(
+    deployment: Deployment, requests: Sequence[Request], consumer: str = "reader"
+) -> list[list[StreamUpdate]]:
+    """Stream requests of one consumer side by side, each to its end."""
+    loop = ConsumerLoop(deployment, ConsumerId(consumer))
+
+    async def read(one: Request) -> list[StreamUpdate]:
+        return [update async for update in loop.stream(one)]
+
+    try:
+        return list(await asyncio.gather(*map(read, requests)))
+    finally:
+        await loop.close()
+
+
+def tokens(updates: Sequence[StreamUpdate]) -> list[int]:
+    return [token for update in updates for token in update.token_ids]
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {PATIENCE_S:g} s: {what}")
+        time.sleep(0.02)
+
+
+def holdings(deployment: str) -> list[str]:
+    """Actors and placement groups of a deployment on the connected cluster."""
+    return [*actors_of(deployment), *groups_of(deployment)]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def shared_memory() -> set[str]:
+    """Named shared-memory segments of this machine."""
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def environment() -> dict[str, str]:
+    """Environment of a driver in a process of its own, which imports what this one does."""
+    roots = [str(Path(__file__).parents[2] / root) for root in ("", "kernels", "cluster")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, str(Path(__file__).parent)])}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A cluster that the tests of one file join; gives its address."""
+    connection = connect("tests", None)
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        disconnect(connection)

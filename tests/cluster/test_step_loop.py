@@ -1,0 +1,398 @@
+"""The step loop: events in, steps out, and what its consumers hear when something breaks."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayserve_cluster.step_loop import ReplicaHost
+from rayserve_cluster.tp_group import GroupBrokenError
+from rayserve_paged.core.block_identity import BlockScope
+from rayserve_paged.core.config import BatchConfig, TimeoutConfig
+from rayserve_paged.core.errors import LedgerError, ReplicaLostError
+from rayserve_paged.core.event_log import LoggedEvent, read_lines, replay, to_line
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.messages import (
+    AssignRequest,
+    CancelRequest,
+    Delivery,
+    FenceReplica,
+    LoseReplica,
+    PollTokens,
+    ReplicaCommand,
+    ReplicaEvent,
+    ReplicaReport,
+    RunStep,
+    StepFinished,
+    StepPlan,
+    StepResult,
+    StreamItem,
+)
+from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.request import FinishReason, ModelLimits, Request, SamplingParams
+
+_LONG_S = 60.0
+CONSUMER = ConsumerId("reader")
+LIMITS = ModelLimits(1000, 64, 32, 4, ())
+SCOPE = BlockScope(b"model", "fp32", "fp32", "default", "from 0", 4)
+
+
+class CountingExecutor:
+    """Answers each row with how many tokens it has; `on_execute` may interfere first."""
+
+    def __init__(self, on_execute: Callable[[StepPlan], None] | None = None) -> None:
+        self.on_execute = on_execute
+        self.plans: list[StepPlan] = []
+        self.threads: set[str] = set()
+        self.num_heartbeats = 0
+        self.heartbeat = self._count_heartbeat
+        self.aborted = threading.Event()
+        self.abort_reasons: list[str] = []
+        self.num_shutdowns = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.threads.add(threading.current_thread().name)
+        self.plans.append(plan)
+        if self.on_execute is not None:
+            self.on_execute(plan)
+        lengths = (plan.num_computed + plan.num_tokens)[plan.samples]
+        return StepResult(plan.step_id, lengths.astype(np.int32), {}, {})
+
+    def _count_heartbeat(self) -> None:
+        self.num_heartbeats += 1
+
+    def abort(self, reason: str) -> None:
+        self.abort_reasons.append(reason)
+        self.aborted.set()
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+
+class Stage:
+    """A replica in its step loop, and its reports."""
+
+    def __init__(self, executor: CountingExecutor, replica: Replica | None = None) -> None:
+        self.executor = executor
+        self.reports: list[ReplicaReport | LoseReplica] = []
+        self.log: list[LoggedEvent] = []
+        self.host = ReplicaHost(
+            new_replica() if replica is None else replica,
+            executor,
+            self.reports.append,
+            heartbeat_s=0.02,
+            record=lambda event, now: self.log.append(LoggedEvent("r0", now, event)),
+        )
+        self._ack = 0
+        self._poll_id = 0
+
+    def poll(self) -> Delivery:
+        self._poll_id += 1
+        delivery = self.host.poll(PollTokens(CONSUMER, self._poll_id, self._ack)).result(_LONG_S)
+        self._ack = delivery.sequence
+        return delivery
+
+    def read_to_end(self, *request_ids: str) -> dict[str, tuple[list[int], StreamItem]]:
+        """Poll until these requests have ended: their tokens and last items."""
+        tokens: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
+        last: dict[str, StreamItem] = {}
+        while len(last) < len(request_ids):
+            for item in self.poll().items:
+                assert item.index == len(tokens[item.request_id])
+                tokens[item.request_id] += item.token_ids
+                if item.finish is not None:
+                    last[item.request_id] = item
+        return {request_id: (tokens[request_id], last[request_id]) for request_id in request_ids}
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(_LONG_S)
+
+
+def new_replica() -> Replica:
+    return Replica(
+        ReplicaId("r0"),
+        Incarnation(2),
+        LIMITS,
+        SCOPE,
+        BatchConfig(max_num_seqs=4, max_num_batched_tokens=8),
+        TimeoutConfig(consumer_lease_s=_LONG_S, poll_timeout_s=0.05),
+    )
+
+
+def request(name: str, num_prompt: int = 3, max_tokens: int = 5) -> AssignRequest:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    prompt = tuple(range(num_prompt))
+    return AssignRequest(
+        Request(
+            request_id=RequestId(name),
+            consumer_id=CONSUMER,
+            attempt=Attempt(0),
+            prompt_token_ids=prompt,
+            params=params,
+        ),
+        (),
+    )
+
+
+Start = Callable[..., Stage]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    stages: list[Stage] = []
+
+    def start_stage(
+        executor: CountingExecutor | None = None, replica: Replica | None = None
+    ) -> Stage:
+        stages.append(Stage(CountingExecutor() if executor is None else executor, replica))
+        stages[-1].host.start()
+        return stages[-1]
+
+    yield start_stage
+    for stage in stages:
+        stage.host.stop("the test is over")
+
+
+def test_requests_are_served_to_their_end_on_one_thread(start: Start) -> None:
+    stage = start()
+    stage.host.post(request("a"))
+    stage.host.post(request("b", num_prompt=10, max_tokens=3))
+    ended = stage.read_to_end("a", "b")
+    assert ended["a"][0] == [3, 4, 5, 6, 7]
+    assert ended["b"][0] == [10, 11, 12]
+    assert {item.finish for _, item in ended.values()} == {FinishReason.LENGTH}
+    assert stage.executor.threads == {"step-r0"}
+
+
+def test_a_poll_with_nothing_to_say_is_answered_empty_after_its_timeout(start: Start) -> None:
+    assert start().poll().items == ()
+
+
+def test_a_newer_poll_of_a_consumer_answers_the_older_one(start: Start) -> None:
+    stage = start()
+    first = stage.host.poll(PollTokens(CONSUMER, 1, 0))
+    second = stage.host.poll(PollTokens(CONSUMER, 2, 0))
+    assert first.result(_LONG_S).items == second.result(_LONG_S).items == ()
+
+
+def test_a_poll_id_used_twice_cancels_the_older_poll_and_harms_nobody(start: Start) -> None:
+    gate = threading.Event()
+    stage = start(CountingExecutor(lambda plan: wait_for(gate)))
+    stage.host.post(request("a"))
+    first = stage.host.poll(PollTokens(CONSUMER, 1, 0))
+    second = stage.host.poll(PollTokens(CONSUMER, 1, 0))
+    gate.set()
+    with pytest.raises(CancelledError):
+        first.result(_LONG_S)
+    second.result(_LONG_S)
+    tokens = stage.read_to_end("a")["a"][0]
+    assert tokens == [3, 4, 5, 6, 7]
+
+
+def test_what_a_cancelled_poll_would_have_carried_comes_with_the_next(start: Start) -> None:
+    gate = threading.Event()
+    stage = start(CountingExecutor(lambda plan: wait_for(gate)))
+    stage.host.post(request("a"))
+    assert stage.host.poll(PollTokens(CONSUMER, 1000, 0)).cancel()
+    gate.set()
+    assert stage.read_to_end("a")["a"][0] == [3, 4, 5, 6, 7]
+
+
+def test_events_are_taken_in_between_steps(start: Start) -> None:
+    inside, gate = threading.Event(), threading.Event()
+
+    def wait_in_step_1(plan: StepPlan) -> None:
+        if plan.step_id == 1:
+            inside.set()
+            wait_for(gate)
+
+    stage = start(CountingExecutor(wait_in_step_1))
+    stage.host.post(request("a", max_tokens=50))
+    wait_for(inside)
+    stage.host.post(CancelRequest(RequestId("a"), Attempt(0)))
+    gate.set()
+    _, last = stage.read_to_end("a")["a"]
+    assert last.finish is FinishReason.CANCELLED
+    assert len(stage.executor.plans) == 2
+
+
+def test_the_ledger_is_taken_between_steps_and_adds_up(start: Start) -> None:
+    stage = start()
+    stage.host.post(request("a", num_prompt=9, max_tokens=1))
+    stage.read_to_end("a")
+    ledger = stage.host.accounting().result(_LONG_S)
+    assert (ledger.num_free_blocks, ledger.num_cached_blocks, ledger.num_held_blocks) == (30, 2, 0)
+
+
+def test_an_idle_loop_sends_heartbeats(start: Start) -> None:
+    stage = start()
+    while stage.executor.num_heartbeats < 3:
+        assert stage.poll().items == ()
+
+
+BROKEN = "step 0 failed: the tensor-parallel group broke at rank 1: its peer is gone"
+
+
+def broken(_plan: StepPlan) -> None:
+    raise GroupBrokenError(1, "its peer is gone")
+
+
+def test_a_broken_group_fails_its_requests_with_the_reason_and_polls_go_on(start: Start) -> None:
+    stage = start(CountingExecutor(broken))
+    stage.host.post(request("a"))
+    assert stage.read_to_end("a")["a"][1].error == BROKEN
+    # Fenced: no step runs any more, and who comes late hears the same.
+    stage.host.post(request("b"))
+    assert stage.read_to_end("b")["b"][1].error == BROKEN
+    assert len(stage.executor.plans) == 1
+    (report,) = stage.reports
+    assert isinstance(report, ReplicaReport)
+    assert report.fenced == BROKEN
+    assert stage.executor.abort_reasons == [BROKEN]
+
+
+def test_a_heartbeat_that_finds_the_group_broken_fences_the_replica(start: Start) -> None:
+    def fail() -> None:
+        raise GroupBrokenError(0, "its peer is gone")
+
+    executor = CountingExecutor()
+    executor.heartbeat = fail
+    stage = start(executor)
+    wait_for(executor.aborted)
+    stage.host.post(request("a"))
+    error = stage.read_to_end("a")["a"][1].error
+    assert error == "the tensor-parallel group broke at rank 0: its peer is gone"
+    assert executor.plans == []
+
+
+def test_an_unexpected_error_fences_the_replica_and_never_hangs_a_consumer(start: Start) -> None:
+    def fail(plan: StepPlan) -> None:
+        if plan.step_id == 2:
+            raise MemoryError("no room")
+
+    stage = start(CountingExecutor(fail))
+    stage.host.post(request("a"))
+    tokens, last = stage.read_to_end("a")["a"]
+    assert (tokens, last.finish, last.error) == ([3, 4], FinishReason.ERROR, "MemoryError: no room")
+    assert stage.executor.abort_reasons == ["MemoryError: no room"]
+
+
+class BrittleReplica(Replica):
+    """Its ledger breaks when a step has finished, and every event after that."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(
+            replica.replica_id,
+            replica.incarnation,
+            LIMITS,
+            SCOPE,
+            BatchConfig(),
+            TimeoutConfig(),
+        )
+        self.is_broken = False
+
+    def handle(self, event: ReplicaEvent, now: float) -> list[ReplicaCommand]:
+        self.is_broken |= isinstance(event, StepFinished)
+        if self.is_broken:
+            raise LedgerError("a block is lost")
+        return super().handle(event, now)
+
+
+def test_a_state_machine_that_cannot_be_fenced_is_reported_lost(start: Start) -> None:
+    stage = start(replica=BrittleReplica(new_replica()))
+    pending = stage.host.poll(PollTokens(CONSUMER, 1, 0))
+    stage.host.post(request("a"))
+    with pytest.raises(ReplicaLostError, match="LedgerError: a block is lost"):
+        pending.result(_LONG_S)
+    with pytest.raises(ReplicaLostError, match="LedgerError: a block is lost"):
+        stage.host.accounting().result(_LONG_S)
+    assert stage.reports == [
+        LoseReplica(ReplicaId("r0"), Incarnation(2), "LedgerError: a block is lost")
+    ]
+    assert stage.executor.num_shutdowns == 1
+
+
+def test_stop_while_idle_lets_the_other_ranks_go_in_order(start: Start) -> None:
+    stage = start()
+    stage.poll()
+    stage.host.stop("enough")
+    stage.host.stop("again")
+    assert (stage.executor.num_shutdowns, stage.executor.abort_reasons) == (1, [])
+    with pytest.raises(ReplicaLostError, match=r"replica r0 \(incarnation 2\) is lost: enough"):
+        stage.poll()
+
+
+def test_stop_breaks_a_step_that_does_not_end_and_fails_what_waits(start: Start) -> None:
+    executor, inside = CountingExecutor(), threading.Event()
+
+    def hang(_plan: StepPlan) -> None:
+        inside.set()
+        wait_for(executor.aborted)
+        raise GroupBrokenError(0, executor.abort_reasons[0])
+
+    executor.on_execute = hang
+    stage = start(executor)
+    pending = stage.host.poll(PollTokens(CONSUMER, 1, 0))
+    stage.host.post(request("a"))
+    wait_for(inside)
+    stage.host.stop("enough")
+    (item,) = pending.result(_LONG_S).items
+    # The stop is taken in before the step's outcome.
+    assert (item.finish, item.error) == (FinishReason.ERROR, "enough")
+    assert stage.executor.num_shutdowns == 1
+
+
+def test_a_fence_from_outside_breaks_a_step_that_does_not_end(start: Start) -> None:
+    executor, inside = CountingExecutor(), threading.Event()
+
+    def hang(_plan: StepPlan) -> None:
+        inside.set()
+        wait_for(executor.aborted)
+        raise GroupBrokenError(0, executor.abort_reasons[0])
+
+    executor.on_execute = hang
+    stage = start(executor)
+    stage.host.post(request("a"))
+    wait_for(inside)
+    stage.host.post(FenceReplica("rank 1 is silent"))
+    error = stage.read_to_end("a")["a"][1].error
+    assert error is not None
+    assert error.endswith("rank 1 is silent")
+
+
+def test_a_host_that_never_started_can_be_stopped() -> None:
+    stage = Stage(CountingExecutor())
+    waiting = stage.host.accounting()
+    stage.host.stop("not needed")
+    with pytest.raises(ReplicaLostError, match="not needed"):
+        waiting.result(_LONG_S)
+    assert stage.executor.num_shutdowns == 1
+
+
+def test_a_host_that_was_stopped_does_not_start() -> None:
+    stage = Stage(CountingExecutor())
+    stage.host.stop("not needed")
+    stage.host.start()
+    stage.host.stop("not needed")
+    assert stage.executor.num_shutdowns == 1
+
+
+def test_the_recorded_events_replay_to_the_same_plans(start: Start) -> None:
+    stage = start()
+    for index in range(6):
+        stage.host.post(request(f"q{index}", num_prompt=3 + index))
+    stage.read_to_end(*(f"q{index}" for index in range(6)))
+    stage.host.stop("enough")
+    lines = [to_line(entry) for entry in stage.log]
+    machines: dict[str, Any] = {"r0": new_replica()}
+    commands = list(replay(read_lines(lines), machines))
+    replayed = [command.plan for command in commands if isinstance(command, RunStep)]
+    assert len(replayed) == len(stage.executor.plans) > 6
+    for mine, theirs in zip(replayed, stage.executor.plans, strict=True):
+        assert mine.step_id == theirs.step_id
+        assert mine.rows.tolist() == theirs.rows.tolist()
+        assert mine.token_ids.tolist() == theirs.token_ids.tolist()
