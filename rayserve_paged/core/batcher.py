@@ -188,10 +188,11 @@ class Batcher:
         ):
             sequence = self._by_row[row]
             assert sequence is not None
+            failed = samples and index in result.errors
             if sequence.finish is not None:
-                self._retire(sequence)
+                self._retire(sequence, discard=failed)
                 continue
-            if samples and index in result.errors:
+            if failed:
                 sequence.finish = FinishReason.ERROR
                 self._retire(sequence, discard=True)
                 error = result.errors[index]
@@ -209,6 +210,20 @@ class Batcher:
                 if sequence.finish is not None:
                     self._retire(sequence)
         return progress
+
+    def preempt(self, sequence: SequenceState) -> None:
+        """Take a running sequence's blocks away; it resumes by recomputing what the cache lost.
+
+        Raises:
+            AssertionError: A step is in flight.
+        """
+        assert self._in_flight is None, "its blocks are being written"
+        self._leave_row(sequence)
+        self.kv.close(sequence.table)
+        sequence.phase = Phase.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(sequence)
 
     def abandon(self) -> None:
         """Give up the step in flight and every sequence; the executor is gone."""
@@ -232,7 +247,7 @@ class Batcher:
             num_missing = -(-short[short > 0] // self.kv.block_size)
             if int(num_missing.sum()) <= self.kv.pool.num_available:
                 return rows, num_tokens
-            self._preempt(self._running[-1])
+            self.preempt(self._running[-1])
 
     def _deal_budget(self) -> tuple[Ints, Ints]:
         """Deal the token budget: sequences one token behind first, so no prefill stalls them."""
@@ -342,15 +357,6 @@ class Batcher:
         return token_ids
 
     # --- leaving a row --------------------------------------------------------------------
-
-    def _preempt(self, sequence: SequenceState) -> None:
-        """Take a sequence's blocks away; it resumes by recomputing what the cache has lost."""
-        self._leave_row(sequence)
-        self.kv.close(sequence.table)
-        sequence.phase = Phase.WAITING
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        self.add(sequence)
 
     def _retire(self, sequence: SequenceState, *, discard: bool = False) -> None:
         self._leave_row(sequence)

@@ -54,7 +54,8 @@ class BlockScope:
             self.numerics.encode(),
             self.positions.encode(),
             str(self.block_size).encode(),
-            None if tenant_salt is None else tenant_salt.encode(),
+            # A salt from JSON may hold half of a surrogate pair.
+            None if tenant_salt is None else tenant_salt.encode(errors="surrogatepass"),
         ]
         for field in fields:
             # Length first, so that no two lists of fields run together into the same bytes.

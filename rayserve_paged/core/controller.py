@@ -48,6 +48,7 @@ class _LiveReplica:
     limits: ModelLimits
     requests: dict[RequestId, Request] = dataclasses.field(default_factory=dict)
     num_pending_tokens: int = 0
+    num_reports: int = 0
 
 
 class Controller:
@@ -62,7 +63,8 @@ class Controller:
         self._deployment_lease_s = deployment_lease_s
         self._last_renewal: float | None = None
         self._replicas: dict[ReplicaId, _LiveReplica] = {}
-        self._lost: dict[ReplicaId, str] = {}
+        # The last incarnation of each that was lost, and why.
+        self._lost: dict[ReplicaId, tuple[Incarnation, str]] = {}
         self._directory = Directory()
         self._placed: dict[RequestId, tuple[Request, Placed]] = {}
         self._scope: BlockScope | None = None
@@ -121,6 +123,11 @@ class Controller:
         known = self._replicas.get(event.replica_id)
         if known is not None and known.incarnation >= event.incarnation:
             return []
+        if self._ending:
+            return [StopReplica(event.replica_id, event.incarnation, self._why_none())]
+        lost = self._lost.get(event.replica_id)
+        if lost is not None and lost[0] >= event.incarnation:
+            return [StopReplica(event.replica_id, event.incarnation, lost[1])]
         if self._scope is None:
             self._scope = event.scope
         elif self._scope != event.scope:
@@ -129,7 +136,6 @@ class Controller:
         commands: list[ControllerCommand] = []
         if known is not None:
             commands = self._lose(event.replica_id, known.incarnation, "replaced by a restart")
-        self._lost.pop(event.replica_id, None)
         self._replicas[event.replica_id] = _LiveReplica(event.incarnation, event.limits)
         return commands
 
@@ -140,7 +146,7 @@ class Controller:
         if live is None or live.incarnation != incarnation:
             return []
         del self._replicas[replica_id]
-        self._lost[replica_id] = reason
+        self._lost[replica_id] = (incarnation, reason)
         self._directory.forget(replica_id)
         consumers = {request.consumer_id for request in live.requests.values()}
         for request_id in live.requests:
@@ -156,6 +162,10 @@ class Controller:
         live = self._replicas.get(report.replica_id)
         if live is None or live.incarnation != report.incarnation:
             return []
+        if report.sequence < live.num_reports:
+            # Once more: its names may mean other requests by now.
+            return []
+        live.num_reports = report.sequence + 1
         for request_id, attempt in report.finished:
             request = live.requests.get(request_id)
             if request is not None and request.attempt == attempt:
@@ -192,17 +202,18 @@ class Controller:
                 self._scope.block_size,
             )
         )
+        max_tokens = admitted.params.max_tokens
+        assert max_tokens is not None, "admit sets it"
+        num_slots = len(request.prompt_token_ids) + max_tokens - 1
         num_cached = self._directory.match(keys)
         replica_id = choose_replica(
             [
                 ReplicaLoad(replica_id, num_cached.get(replica_id, 0), live.num_pending_tokens)
                 for replica_id, live in self._replicas.items()
-                if live.limits.num_slots == limits.num_slots
+                if live.limits.num_slots >= num_slots
             ]
         )
         live = self._replicas[replica_id]
-        max_tokens = admitted.params.max_tokens
-        assert max_tokens is not None, "admit sets it"
         placed = Placed(
             request.request_id, request.attempt, replica_id, live.incarnation, max_tokens
         )
@@ -231,7 +242,8 @@ class Controller:
         if self._ending:
             return "the deployment is being taken down"
         if self._lost:
-            return "; ".join(f"{name} is lost: {why}" for name, why in sorted(self._lost.items()))
+            reasons = ((name, self._lost[name][1]) for name in sorted(self._lost))
+            return "; ".join(f"{name} is lost: {why}" for name, why in reasons)
         return "none has registered yet"
 
     # --- the deployment -------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Handles(Protocol):
 
     def handle(self, event: object, now: float, /) -> Iterable[object]:
         """Take in one event; return commands."""
+        ...
 
 
 class LoggedEvent(NamedTuple):

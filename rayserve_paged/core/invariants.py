@@ -31,9 +31,9 @@ def check_pool(pool: BlockPool, holders: Iterable[Iterable[BlockId]]) -> None:
         listed = list(block_ids)
         _require(len(set(listed)) == len(listed), f"a holder lists a block twice: {listed}")
         counts.update(listed)
-    free, cached = pool.free_ids, pool.cached_ids
-    _require(len(set(free)) == len(free), f"a block is twice on the free list: {free}")
-    _require(not set(free) & set(cached), "a block is both FREE and CACHED")
+    free, cached = set(pool.free_ids), set(pool.cached_ids)
+    _require(len(free) == pool.num_free, f"a block is twice on the free list: {pool.free_ids}")
+    _require(not free & cached, "a block is both FREE and CACHED")
     for index in range(pool.num_blocks):
         block_id = BlockId(index)
         count = pool.count(block_id)

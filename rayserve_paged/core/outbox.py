@@ -2,7 +2,8 @@
 
 Delivery is pulled. Items gather per request until a poll takes them; they are kept until a later
 poll acknowledges them, so that an answer lost on the way is given again. A consumer that has no
-poll pending and does not come back within its lease is gone.
+poll pending and does not come back within its lease has expired: its requests are to be ended. How
+they ended is kept for some more leases, so that one that was only held up learns of it.
 """
 
 import dataclasses
@@ -10,6 +11,8 @@ import dataclasses
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.messages import AnswerPoll, Delivery, PollTokens, StreamItem, TokenLogprobs
 from rayserve_paged.core.request import FinishReason
+
+LEASES_TO_REMEMBER = 10
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,12 +45,18 @@ class _ConsumerBox:
     """One consumer: its lease, its pending poll, what it is owed."""
 
     last_seen: float
+    expired: bool = False
     poll_id: int | None = None
     sequence: int = 0
+    ended: list[StreamItem] = dataclasses.field(default_factory=list)
     gathering: dict[RequestId, _Gathering] = dataclasses.field(default_factory=dict)
     unacknowledged: list[tuple[int, tuple[StreamItem, ...]]] = dataclasses.field(
         default_factory=list
     )
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.ended or self.gathering)
 
 
 class Outbox:
@@ -71,12 +80,15 @@ class Outbox:
         self._incarnation = incarnation
         self._lease_s = lease_s
         self._poll_timeout_s = poll_timeout_s
+        # Over all consumers: one that is forgotten and comes back still acknowledges by it.
+        self._sequence = 0
         self._boxes: dict[ConsumerId, _ConsumerBox] = {}
 
     def meet(self, consumer_id: ConsumerId, now: float) -> None:
-        """Know a consumer from its first request on; its lease begins."""
-        if consumer_id not in self._boxes:
-            self._boxes[consumer_id] = _ConsumerBox(last_seen=now)
+        """Take a request or a poll as a sign of life; the consumer's lease begins anew."""
+        box = self._boxes.setdefault(consumer_id, _ConsumerBox(now))
+        box.last_seen = now
+        box.expired = False
 
     def put(
         self,
@@ -114,6 +126,9 @@ class Outbox:
             item.logprobs.append(logprobs)
         item.finish = finish
         item.error = error
+        if finish is not None:
+            # Closed, since another request or attempt may come under the same name.
+            box.ended.append(box.gathering.pop(request_id).freeze(request_id))
 
     def poll(self, event: PollTokens, now: float) -> list[AnswerPoll]:
         """Take in a poll; a poll that was pending before is answered empty."""
@@ -122,10 +137,9 @@ class Outbox:
         answers = []
         if box.poll_id is not None:
             answers.append(self._answer(event.consumer_id, box, now, ()))
-        box.last_seen = now
         box.poll_id = event.poll_id
         box.unacknowledged = [sent for sent in box.unacknowledged if sent[0] > event.ack]
-        if box.unacknowledged or box.gathering:
+        if box.unacknowledged or box.has_news:
             answers.append(self._deliver(event.consumer_id, box, now))
         return answers
 
@@ -134,32 +148,40 @@ class Outbox:
         return [
             self._deliver(consumer_id, box, now)
             for consumer_id, box in self._boxes.items()
-            if box.poll_id is not None and box.gathering
+            if box.poll_id is not None and box.has_news
         ]
 
     def tick(self, now: float) -> tuple[list[AnswerPoll], list[ConsumerId]]:
-        """Answer polls that have waited long enough; return consumers whose lease ran out.
+        """Answer polls that have waited long enough; return consumers whose lease ran out now.
 
-        Expired consumers are forgotten together with what they are owed.
+        After LEASES_TO_REMEMBER leases a consumer is forgotten, with what it is owed.
         """
         answers = []
         expired = []
+        forgotten = []
         for consumer_id, box in self._boxes.items():
+            silent_s = now - box.last_seen
             if box.poll_id is not None:
-                if now - box.last_seen >= self._poll_timeout_s:
+                if silent_s >= self._poll_timeout_s:
                     answers.append(self._answer(consumer_id, box, now, ()))
-            elif now - box.last_seen >= self._lease_s:
+            elif silent_s >= self._lease_s and not box.expired:
+                box.expired = True
                 expired.append(consumer_id)
-        for consumer_id in expired:
+            elif silent_s >= self._lease_s * LEASES_TO_REMEMBER:
+                forgotten.append(consumer_id)
+        for consumer_id in forgotten:
             del self._boxes[consumer_id]
         return answers, expired
 
     def _deliver(self, consumer_id: ConsumerId, box: _ConsumerBox, now: float) -> AnswerPoll:
-        fresh = tuple(item.freeze(request_id) for request_id, item in box.gathering.items())
+        growing = [item.freeze(request_id) for request_id, item in box.gathering.items()]
+        fresh = (*box.ended, *growing)
+        box.ended = []
         box.gathering = {}
         # What an unacknowledged answer held comes first, so that indices stay in order.
         items = tuple(item for _sequence, sent in box.unacknowledged for item in sent) + fresh
-        box.sequence += 1
+        self._sequence += 1
+        box.sequence = self._sequence
         box.unacknowledged = [(box.sequence, items)]
         return self._answer(consumer_id, box, now, items)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-import math
 from collections.abc import Sequence
 
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
@@ -12,6 +11,7 @@ MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100.0
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 2**31 - 1
 
 
 class FinishReason(enum.StrEnum):
@@ -40,7 +40,7 @@ def _number(field: str, value: object, accepted: str, low: float, high: float) -
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidInputError(field, value, accepted)
     # Written so that NaN fails: every comparison with it is false.
-    if not (math.isfinite(value) and low <= value <= high):
+    if not low <= value <= high:
         raise InvalidInputError(field, value, accepted)
     return float(value)
 
@@ -190,11 +190,16 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         The request with `max_tokens` set to the number of tokens that it may have.
 
     Raises:
-        InvalidInputError: Empty prompt, an id outside the vocabulary, prompt over the limit.
+        InvalidInputError: Empty prompt, an id outside the vocabulary, prompt over the limit, a
+            priority or a salt of another type.
         CapacityError: It can never fit into the pool.
     """
     num_prompt = len(request.prompt_token_ids)
     params = request.params
+    accepted = f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+    _integer("priority", request.priority, accepted, -MAX_PRIORITY, MAX_PRIORITY)
+    if not isinstance(request.tenant_salt, str | None):
+        raise InvalidInputError("tenant_salt", request.tenant_salt, "a string, or None")
     check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     if num_prompt == 0:

@@ -1,0 +1,158 @@
+"""A controller with real replicas on toy ranks: carries every message at once, and records it."""
+
+from collections.abc import Sequence
+
+from replica_driver import Reader, ReplicaDriver, Stream, make_scope
+
+from rayserve_paged.core.controller import Controller
+from rayserve_paged.core.event_log import LoggedEvent
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.messages import (
+    ControllerCommand,
+    ControllerEvent,
+    LoseReplica,
+    Placed,
+    RegisterReplica,
+    Rejected,
+    ReplicaCommand,
+    ReplicaEvent,
+    ReplicaLost,
+    ReplicaReport,
+    SendToReplica,
+    StepFinished,
+    StopReplica,
+    SubmitRequest,
+    TakeDown,
+    Tick,
+    WithdrawRequest,
+)
+from rayserve_paged.core.request import ModelLimits, Request
+
+
+class ClusterDriver:
+    """All machines of a deployment, at one time that is set by hand.
+
+    Args:
+        all_limits: Of each replica; they are named r0, r1, ...
+        deployment_lease_s: Of the controller.
+    """
+
+    def __init__(
+        self, all_limits: Sequence[ModelLimits], deployment_lease_s: float | None = None
+    ) -> None:
+        self.now = 0.0
+        self.controller = Controller(deployment_lease_s)
+        self.drivers: dict[ReplicaId, ReplicaDriver] = {}
+        self.readers: dict[ConsumerId, Reader] = {}
+        self.log: list[LoggedEvent] = []
+        self.commands: list[ControllerCommand | ReplicaCommand] = []
+        self.rejected: dict[RequestId, Exception] = {}
+        self.placed: dict[RequestId, ReplicaId] = {}
+        self.is_down = False
+        self.all_limits = {ReplicaId(f"r{i}"): limits for i, limits in enumerate(all_limits)}
+        for replica_id in self.all_limits:
+            self.start_replica(replica_id, 0)
+
+    # --- messages -------------------------------------------------------------------------
+
+    def tell_controller(self, event: ControllerEvent) -> None:
+        self.log.append(LoggedEvent("controller", self.now, event))
+        commands = self.controller.handle(event, self.now)
+        self.commands += commands
+        for command in commands:
+            match command:
+                case SendToReplica(replica_id, incarnation, sent):
+                    driver = self.drivers.get(replica_id)
+                    if driver is not None and driver.incarnation == incarnation:
+                        self.tell_replica(replica_id, sent)
+                case Placed(request_id, _attempt, replica_id):
+                    self.placed[request_id] = replica_id
+                    for reader in self.readers.values():
+                        reader.accept(reader.consumer.placed(command))
+                case Rejected(request_id, _attempt, error):
+                    self.rejected[request_id] = error
+                case ReplicaLost(consumers=consumers):
+                    for consumer_id in consumers:
+                        reader = self.reader(consumer_id)
+                        reader.accept(reader.consumer.lose([command]))
+                case StopReplica(replica_id, incarnation, reason):
+                    driver = self.drivers.get(replica_id)
+                    if driver is not None and driver.incarnation == incarnation:
+                        del self.drivers[replica_id]
+                    # Whoever still has something to read there learns it from a poll that raises.
+                    lost = ReplicaLost(replica_id, incarnation, reason, ())
+                    for reader in self.readers.values():
+                        reader.accept(reader.consumer.lose([lost]))
+                case TakeDown():
+                    self.is_down = True
+
+    def tell_replica(self, replica_id: ReplicaId, event: ReplicaEvent) -> None:
+        self.log.append(LoggedEvent(replica_id, self.now, event))
+        driver = self.drivers[replica_id]
+        driver.now = self.now
+        commands = driver.send(event)
+        self.commands += commands
+        for command in commands:
+            if isinstance(command, ReplicaReport):
+                self.tell_controller(command)
+
+    # --- what happens ---------------------------------------------------------------------
+
+    def reader(self, consumer_id: str = "c0") -> Reader:
+        return self.readers.setdefault(ConsumerId(consumer_id), Reader(consumer_id))
+
+    def start_replica(self, replica_id: ReplicaId, incarnation: int) -> None:
+        limits = self.all_limits[replica_id]
+        driver = ReplicaDriver(limits, incarnation=incarnation, replica_id=replica_id)
+        driver.readers = self.readers
+        self.drivers[replica_id] = driver
+        scope = make_scope(limits.block_size)
+        self.tell_controller(RegisterReplica(replica_id, Incarnation(incarnation), limits, scope))
+
+    def lose_replica(self, replica_id: ReplicaId) -> None:
+        incarnation = self.drivers[replica_id].incarnation
+        self.tell_controller(LoseReplica(replica_id, incarnation, "a rank is silent"))
+
+    def submit(self, request: Request) -> Stream:
+        """Open a request at its reader and submit it; a refusal is kept in `rejected`."""
+        reader = self.reader(request.consumer_id)
+        stream = reader.open(request)
+        self.tell_controller(SubmitRequest(request))
+        if request.request_id in self.rejected:
+            reader.consumer.abandon(request.request_id)
+        return stream
+
+    def withdraw(self, request: Request) -> None:
+        self.tell_controller(WithdrawRequest(request.request_id, Attempt(request.attempt)))
+
+    def poll(self, replica_id: ReplicaId, consumer_id: str = "c0") -> None:
+        driver = self.drivers[replica_id]
+        poll = self.reader(consumer_id).consumer.poll(replica_id, driver.incarnation)
+        self.tell_replica(replica_id, poll)
+        driver.read_answers()
+
+    def step(self, replica_id: ReplicaId) -> bool:
+        """Finish the step in flight of a replica; False where there is none."""
+        driver = self.drivers.get(replica_id)
+        if driver is None or driver.plan is None:
+            return False
+        self.tell_replica(replica_id, StepFinished(driver.execute()))
+        driver.read_answers()
+        return True
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.tell_controller(Tick())
+        for replica_id in list(self.drivers):
+            self.tell_replica(replica_id, Tick())
+
+    def run(self) -> None:
+        """Step and poll until every replica is idle and has reported."""
+        for _ in range(5000):
+            if not sum(self.step(replica_id) for replica_id in self.all_limits):
+                break
+        for replica_id in list(self.drivers):
+            for consumer_id in list(self.readers):
+                self.poll(replica_id, consumer_id)
+        self.tick(1.0)
+        assert not any(driver.replica.sequences for driver in self.drivers.values())

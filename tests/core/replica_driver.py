@@ -1,0 +1,254 @@
+"""The shell of one replica in the tests: a toy rank, readers, and a clock that is set by hand."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from fingerprint_rank import FingerprintRank
+
+from rayserve_paged.core import invariants
+from rayserve_paged.core.block_identity import BlockScope, extend_chain
+from rayserve_paged.core.config import BatchConfig, TimeoutConfig
+from rayserve_paged.core.consumer import Consumer, StreamUpdate
+from rayserve_paged.core.ids import (
+    Attempt,
+    BlockKey,
+    ConsumerId,
+    Incarnation,
+    ReplicaId,
+    RequestId,
+)
+from rayserve_paged.core.messages import (
+    AnswerPoll,
+    AssignRequest,
+    CancelRequest,
+    Placed,
+    ReplicaCommand,
+    ReplicaEvent,
+    ReplicaReport,
+    RunStep,
+    StepFinished,
+    StepPlan,
+    StepResult,
+    Tick,
+)
+from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.request import FinishReason, ModelLimits, Request, SamplingParams, admit
+from rayserve_paged.core.sequence import SequenceState
+
+R0 = ReplicaId("r0")
+TIMEOUTS = TimeoutConfig(consumer_lease_s=10.0, poll_timeout_s=2.0)
+
+
+def make_limits(
+    num_blocks: int = 16,
+    block_size: int = 4,
+    vocab_size: int = 97,
+    max_model_len: int = 4096,
+    eos_token_ids: tuple[int, ...] = (),
+) -> ModelLimits:
+    return ModelLimits(vocab_size, max_model_len, num_blocks, block_size, eos_token_ids)
+
+
+def make_scope(block_size: int = 4) -> BlockScope:
+    return BlockScope(b"toy", "fp32", "fp32", "exact", "absolute", block_size)
+
+
+def make_request(
+    prompt: list[int] | range,
+    max_tokens: int | None = 4,
+    *,
+    request_id: str = "q0",
+    consumer_id: str = "c0",
+    attempt: int = 0,
+    priority: int = 0,
+    tenant_salt: str | None = None,
+    **params: float | tuple[int, ...] | None,
+) -> Request:
+    fields = {"temperature": 0.0, "seed": 0} | params
+    return Request(
+        request_id=RequestId(request_id),
+        consumer_id=ConsumerId(consumer_id),
+        attempt=Attempt(attempt),
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(max_tokens=max_tokens, **fields),  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        priority=priority,
+        tenant_salt=tenant_salt,
+    )
+
+
+def prompt_keys(request: Request, scope: BlockScope) -> tuple[BlockKey, ...]:
+    root = scope.root(request.tenant_salt)
+    return tuple(extend_chain(root, request.prompt_token_ids, scope.block_size))
+
+
+@dataclasses.dataclass
+class Stream:
+    """What a reader got of one request."""
+
+    token_ids: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+
+
+class Reader:
+    """A consumer, and the streams that it has read."""
+
+    def __init__(self, consumer_id: str) -> None:
+        self.consumer = Consumer(ConsumerId(consumer_id))
+        self.streams: dict[RequestId, Stream] = {}
+
+    def open(self, request: Request) -> Stream:
+        self.consumer.open(request)
+        stream = self.streams[request.request_id] = Stream()
+        return stream
+
+    def accept(self, updates: list[StreamUpdate]) -> None:
+        for update in updates:
+            stream = self.streams[update.request_id]
+            assert stream.finish is None, "an update after the last one"
+            stream.token_ids += update.token_ids
+            stream.finish, stream.error = update.finish, update.error
+            stream.num_cached_tokens = update.num_cached_tokens
+
+
+class ReplicaDriver:
+    """Carries out what a replica asks for, and checks its invariants after each event.
+
+    Args:
+        limits: Of the replica and its rank.
+        max_num_seqs: Rows.
+        max_num_batched_tokens: Budget of a step.
+        poison: Draws that raise, as FingerprintRank takes them.
+        incarnation: Of the replica.
+        replica_id: Of the replica.
+    """
+
+    def __init__(
+        self,
+        limits: ModelLimits,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        poison: Iterable[tuple[int, int]] = (),
+        incarnation: int = 0,
+        replica_id: ReplicaId = R0,
+    ) -> None:
+        self.limits = limits
+        self.scope = make_scope(limits.block_size)
+        batch = BatchConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
+        self.incarnation = Incarnation(incarnation)
+        self.replica = Replica(replica_id, self.incarnation, limits, self.scope, batch, TIMEOUTS)
+        self.rank = FingerprintRank(limits, poison)
+        self.now = 0.0
+        self.plan: StepPlan | None = None
+        self.answers: list[AnswerPoll] = []
+        self.reports: list[ReplicaReport] = []
+        self.readers: dict[ConsumerId, Reader] = {}
+
+    # --- events ---------------------------------------------------------------------------
+
+    def send(self, event: ReplicaEvent) -> list[ReplicaCommand]:
+        commands = self.replica.handle(event, self.now)
+        invariants.check(self.replica)
+        for command in commands:
+            match command:
+                case RunStep(plan):
+                    assert self.plan is None, "a second step is in flight"
+                    self.plan = plan
+                case AnswerPoll():
+                    self.answers.append(command)
+                case ReplicaReport():
+                    self.reports.append(command)
+        return commands
+
+    def reader(self, consumer_id: str = "c0") -> Reader:
+        return self.readers.setdefault(ConsumerId(consumer_id), Reader(consumer_id))
+
+    def submit(self, request: Request) -> Stream:
+        """Open a request at its reader and assign it here."""
+        reader = self.reader(request.consumer_id)
+        stream = reader.open(request)
+        admitted = admit(request, self.limits)
+        max_tokens = admitted.params.max_tokens
+        assert max_tokens is not None
+        placed = Placed(
+            request.request_id,
+            request.attempt,
+            self.replica.replica_id,
+            self.incarnation,
+            max_tokens,
+        )
+        assert reader.consumer.placed(placed) == []
+        self.send(AssignRequest(admitted, prompt_keys(admitted, self.scope)))
+        return stream
+
+    def cancel(self, request: Request) -> None:
+        self.send(CancelRequest(request.request_id, request.attempt))
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.send(Tick())
+
+    # --- steps ----------------------------------------------------------------------------
+
+    def execute(self) -> StepResult:
+        """Run the step in flight on the rank, and do not report it yet."""
+        plan, self.plan = self.plan, None
+        assert plan is not None, "no step is in flight"
+        return self.rank.run(plan)
+
+    def finish(self, result: StepResult) -> None:
+        """Report a step that was executed."""
+        self.send(StepFinished(result))
+
+    def step(self) -> bool:
+        """Finish the step in flight; False where there is none."""
+        if self.plan is None:
+            return False
+        self.finish(self.execute())
+        return True
+
+    def run(self, max_steps: int = 5000) -> int:
+        """Step until the replica is idle, and read all streams; return the number of steps."""
+        num_steps = 0
+        while self.step():
+            num_steps += 1
+            assert num_steps < max_steps, "no progress"
+        assert not self.replica.batcher.waiting, "idle while a request waits"
+        for consumer_id in self.readers:
+            self.poll(consumer_id)
+        return num_steps
+
+    def generate(self, *requests: Request) -> list[Stream]:
+        """Submit requests together and run them to their ends."""
+        streams = [self.submit(request) for request in requests]
+        self.run()
+        return streams
+
+    # --- readers --------------------------------------------------------------------------
+
+    def poll(self, consumer_id: str = "c0", *, lose_answers: bool = False) -> None:
+        """Poll as a consumer; answers that are not lost are read by whom they are for."""
+        consumer = self.reader(consumer_id).consumer
+        self.send(consumer.poll(self.replica.replica_id, self.incarnation))
+        self.read_answers(lose=lose_answers)
+
+    def read_answers(self, *, lose: bool = False) -> None:
+        answers, self.answers = self.answers, []
+        for answer in answers:
+            if not lose:
+                reader = self.reader(answer.consumer_id)
+                reader.accept(reader.consumer.deliver(answer.delivery))
+
+    # --- what tests look at ---------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """FREE and CACHED blocks."""
+        return self.replica.kv.pool.num_available
+
+    def sequence(self, request: Request) -> SequenceState:
+        (found,) = [s for s in self.replica.sequences if s.request.request_id == request.request_id]
+        return found

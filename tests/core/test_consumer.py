@@ -1,0 +1,154 @@
+from replica_driver import make_request
+
+from rayserve_paged.core.consumer import Consumer
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.messages import (
+    Delivery,
+    Placed,
+    PollTokens,
+    ReplicaLost,
+    StreamItem,
+    TokenLogprobs,
+)
+from rayserve_paged.core.request import FinishReason
+
+Q = RequestId("q0")
+R0, R1 = ReplicaId("r0"), ReplicaId("r1")
+LIFE = Incarnation(2)
+
+
+def make_consumer() -> Consumer:
+    consumer = Consumer(ConsumerId("c0"))
+    consumer.open(make_request([1], 9))
+    return consumer
+
+
+def place(consumer: Consumer, replica_id: ReplicaId = R0, attempt: int = 0) -> list[object]:
+    return [*consumer.placed(Placed(Q, Attempt(attempt), replica_id, LIFE, 9))]
+
+
+def delivery(*items: StreamItem, sequence: int = 1) -> Delivery:
+    return Delivery(R0, LIFE, sequence, items)
+
+
+def item(
+    index: int, *token_ids: int, attempt: int = 0, finish: FinishReason | None = None
+) -> StreamItem:
+    return StreamItem(Q, Attempt(attempt), index, token_ids, (), 4, finish, None)
+
+
+def lost(replica_id: ReplicaId = R0, life: Incarnation = LIFE) -> ReplicaLost:
+    return ReplicaLost(replica_id, life, "a rank died", (ConsumerId("c0"),))
+
+
+def test_each_token_is_accepted_once() -> None:
+    consumer = make_consumer()
+    place(consumer)
+    batches = [item(0, 5, 6), item(0, 5, 6, 7), item(1, 6), item(3, 8)]
+    got = [consumer.deliver(delivery(one)) for one in batches]
+    assert [[update.token_ids for update in updates] for updates in got] == [
+        [(5, 6)],
+        [(7,)],
+        [],
+        [(8,)],
+    ]
+    assert got[0][0].num_cached_tokens == 4
+
+
+def test_log_probabilities_of_known_tokens_are_dropped_with_them() -> None:
+    consumer = make_consumer()
+    consumer.deliver(delivery(item(0, 5)))
+    logprobs = tuple(TokenLogprobs(-float(i), ()) for i in range(2))
+    again = StreamItem(Q, Attempt(0), 0, (5, 6), logprobs, 0, None, None)
+    (update,) = consumer.deliver(delivery(again))
+    assert (update.token_ids, update.logprobs) == ((6,), logprobs[1:])
+
+
+def test_the_last_update_is_told_once_and_closes_the_request() -> None:
+    consumer = make_consumer()
+    place(consumer)
+    (update,) = consumer.deliver(delivery(item(0, 5, finish=FinishReason.LENGTH)))
+    assert update.finish is FinishReason.LENGTH
+    assert consumer.open_requests == ()
+    assert consumer.serving() == set()
+    assert consumer.deliver(delivery(item(0, 5, finish=FinishReason.LENGTH))) == []
+
+
+def test_an_end_without_new_tokens_is_told() -> None:
+    consumer = make_consumer()
+    consumer.deliver(delivery(item(0, 5)))
+    (update,) = consumer.deliver(delivery(item(1, finish=FinishReason.CANCELLED)))
+    assert (update.token_ids, update.finish) == ((), FinishReason.CANCELLED)
+
+
+def test_a_gap_fails_the_request_instead_of_being_skipped() -> None:
+    consumer = make_consumer()
+    consumer.deliver(delivery(item(0, 5)))
+    (update,) = consumer.deliver(delivery(item(2, 7)))
+    assert (update.finish, update.token_ids) == (FinishReason.ERROR, ())
+    assert update.error == "its stream skips from token 1 to token 2"
+    assert consumer.open_requests == ()
+
+
+def test_items_of_another_attempt_are_dropped() -> None:
+    consumer = make_consumer()
+    assert consumer.deliver(delivery(item(0, 5, attempt=1))) == []
+    assert place(consumer, attempt=1) == []
+    assert consumer.serving() == set()
+    assert consumer.attempt(Q) == 0
+
+
+def test_an_abandoned_request_is_closed_to_whatever_still_comes() -> None:
+    consumer = make_consumer()
+    place(consumer)
+    consumer.abandon(Q)
+    consumer.abandon(Q)
+    assert consumer.deliver(delivery(item(0, 5))) == []
+    assert (consumer.attempt(Q), consumer.serving()) == (None, set())
+
+
+def test_polls_are_numbered_and_acknowledge_per_incarnation() -> None:
+    consumer = make_consumer()
+    assert consumer.poll(R0, LIFE) == PollTokens(ConsumerId("c0"), 1, 0)
+    consumer.deliver(delivery(sequence=4))
+    consumer.deliver(delivery(sequence=3))
+    assert consumer.poll(R0, LIFE).ack == 4
+    assert consumer.poll(R1, LIFE).ack == 0
+    assert consumer.poll(R0, Incarnation(3)) == PollTokens(ConsumerId("c0"), 4, 0)
+
+
+def test_the_replicas_of_open_requests_are_to_be_polled() -> None:
+    consumer = make_consumer()
+    assert consumer.serving() == set()
+    place(consumer)
+    assert consumer.serving() == {(R0, LIFE)}
+
+
+def test_losing_a_replica_fails_the_requests_that_it_served_and_no_others() -> None:
+    consumer = make_consumer()
+    consumer.open(make_request([1], 9, request_id="other"))
+    place(consumer)
+    consumer.placed(Placed(RequestId("other"), Attempt(0), R1, LIFE, 9))
+    (update,) = consumer.lose([lost()])
+    assert (update.request_id, update.finish, update.error) == (
+        "q0",
+        FinishReason.ERROR,
+        "a rank died",
+    )
+    assert consumer.open_requests == ("other",)
+    assert consumer.lose([lost()]) == []
+    assert consumer.lose([lost(R1, Incarnation(1))]) == []
+
+
+def test_a_request_placed_on_a_replica_that_is_known_to_be_lost_fails_at_once() -> None:
+    consumer = make_consumer()
+    assert consumer.lose([lost()]) == []
+    (update,) = consumer.placed(Placed(Q, Attempt(0), R0, LIFE, 9))
+    assert (update.finish, update.error) == (FinishReason.ERROR, "a rank died")
+
+
+def test_the_next_incarnation_of_a_lost_replica_serves_again() -> None:
+    consumer = make_consumer()
+    consumer.lose([lost()])
+    assert consumer.placed(Placed(Q, Attempt(0), R0, Incarnation(3), 9)) == []
+    assert consumer.serving() == {(R0, Incarnation(3))}

@@ -1,0 +1,336 @@
+"""A controller under any order of events: its books are those of a dict, and 0 when idle."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+from cluster_driver import ClusterDriver
+from fingerprint_rank import oracle
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from replica_driver import Stream, make_limits, make_request, make_scope, prompt_keys
+
+from rayserve_paged.core.controller import Controller
+from rayserve_paged.core.errors import DuplicateRequestError, NoReplicaError
+from rayserve_paged.core.ids import Attempt, BlockKey, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.messages import (
+    AssignRequest,
+    CancelRequest,
+    ControllerCommand,
+    FenceReplica,
+    LoseReplica,
+    Placed,
+    RegisterReplica,
+    Rejected,
+    ReplicaLost,
+    ReplicaReport,
+    SendToReplica,
+    StopReplica,
+    SubmitRequest,
+    WithdrawRequest,
+)
+from rayserve_paged.core.request import FinishReason, Request
+
+LIMITS = make_limits(num_blocks=16, block_size=2)
+SCOPE = make_scope(block_size=2)
+NAMES = tuple(ReplicaId(name) for name in ("r0", "r1", "r2"))
+PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 9], [7, 7], [1, 2])
+
+
+@dataclasses.dataclass
+class FakeReplica:
+    """What a live incarnation was given, what it would tell, and what it has told."""
+
+    incarnation: Incarnation
+    assigned: dict[RequestId, Request] = dataclasses.field(default_factory=dict)
+    keys: set[BlockKey] = dataclasses.field(default_factory=set)
+    reports: list[ReplicaReport] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(
+            len(request.prompt_token_ids) + (request.params.max_tokens or 0)
+            for request in self.assigned.values()
+        )
+
+
+class ControllerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.controller = Controller(deployment_lease_s=None)
+        self.live: dict[ReplicaId, FakeReplica] = {}
+        self.lives = dict.fromkeys(NAMES, 0)
+        self.old_reports: list[ReplicaReport] = []
+        self.num_requests = 0
+
+    def handle(self, event: object) -> Sequence[ControllerCommand]:
+        return self.controller.handle(event, 0.0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+    def register(self, name: ReplicaId, incarnation: int) -> Sequence[ControllerCommand]:
+        return self.handle(RegisterReplica(name, Incarnation(incarnation), LIMITS, SCOPE))
+
+    # --- replicas -------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(NAMES))
+    def start_a_new_life(self, name: ReplicaId) -> None:
+        self.lives[name] += 1
+        old = self.live.pop(name, None)
+        commands = self.register(name, self.lives[name])
+        if old is None:
+            assert commands == []
+        else:
+            self.check_loss(name, old, commands, "replaced by a restart")
+        self.live[name] = FakeReplica(Incarnation(self.lives[name]))
+
+    @rule(name=st.sampled_from(NAMES), age=st.integers(0, 2))
+    def register_a_life_that_is_known(self, name: ReplicaId, age: int) -> None:
+        incarnation = self.lives[name] - age
+        if incarnation < 1:
+            return
+        commands = self.register(name, incarnation)
+        if name in self.live:
+            assert commands == []
+        else:
+            (stop,) = commands
+            assert isinstance(stop, StopReplica)
+            assert stop.incarnation == incarnation
+
+    @rule(name=st.sampled_from(NAMES), age=st.integers(0, 1))
+    def lose(self, name: ReplicaId, age: int) -> None:
+        commands = self.handle(
+            LoseReplica(name, Incarnation(self.lives[name] - age), "a rank is silent")
+        )
+        if age or name not in self.live:
+            assert commands == []
+        else:
+            self.check_loss(name, self.live.pop(name), commands, "a rank is silent")
+
+    def check_loss(
+        self,
+        name: ReplicaId,
+        lost: FakeReplica,
+        commands: Sequence[ControllerCommand],
+        reason: str,
+    ) -> None:
+        consumers = tuple(sorted({request.consumer_id for request in lost.assigned.values()}))
+        assert list(commands) == [
+            SendToReplica(name, lost.incarnation, FenceReplica(reason)),
+            ReplicaLost(name, lost.incarnation, reason, consumers),
+            StopReplica(name, lost.incarnation, reason),
+        ]
+        self.old_reports += lost.reports
+
+    @precondition(lambda self: self.live)
+    @rule(pick=st.integers(0, 99), num_finished=st.integers(0, 3), fenced=st.integers(0, 9))
+    def report(self, pick: int, num_finished: int, fenced: int) -> None:
+        name = list(self.live)[pick % len(self.live)]
+        replica = self.live[name]
+        finished = list(replica.assigned.values())[:num_finished]
+        published = {key for request in finished for key in prompt_keys(request, SCOPE)}
+        evicted = set(sorted(replica.keys)[: pick % 3]) - published
+        report = ReplicaReport(
+            replica_id=name,
+            incarnation=replica.incarnation,
+            sequence=len(replica.reports),
+            published=tuple(published - replica.keys),
+            evicted=tuple(evicted),
+            finished=tuple((request.request_id, request.attempt) for request in finished),
+            num_running=0,
+            num_waiting=0,
+            num_free_blocks=0,
+            num_cached_blocks=0,
+            fenced="a step failed" if fenced == 7 else None,
+        )
+        replica.keys = (replica.keys | published) - evicted
+        replica.reports.append(report)
+        for request in finished:
+            del replica.assigned[request.request_id]
+        commands = self.handle(report)
+        if report.fenced is None:
+            assert commands == []
+        else:
+            self.check_loss(name, self.live.pop(name), commands, "a step failed")
+
+    @rule(pick=st.integers(0, 99))
+    def report_once_more(self, pick: int) -> None:
+        reports = [*self.old_reports, *(r for live in self.live.values() for r in live.reports)]
+        if reports:
+            assert self.handle(reports[pick % len(reports)]) == []
+
+    # --- requests -------------------------------------------------------------------------
+
+    def open_requests(self) -> list[tuple[ReplicaId, Request]]:
+        return [
+            (name, request)
+            for name, replica in self.live.items()
+            for request in replica.assigned.values()
+        ]
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        max_tokens=st.integers(1, 5),
+        consumer=st.sampled_from("ab"),
+    )
+    def submit(self, prompt: list[int], max_tokens: int, consumer: str) -> None:
+        self.num_requests += 1
+        self.place(
+            make_request(
+                prompt, max_tokens, request_id=f"q{self.num_requests}", consumer_id=consumer
+            )
+        )
+
+    def place(self, request: Request) -> None:
+        commands = self.handle(SubmitRequest(request))
+        if not self.live:
+            (rejected,) = commands
+            assert isinstance(rejected, Rejected)
+            assert isinstance(rejected.error, NoReplicaError)
+            return
+        keys = prompt_keys(request, SCOPE)
+
+        def rank(name: ReplicaId) -> tuple[int, int, ReplicaId]:
+            replica = self.live[name]
+            depth = 0
+            while depth < len(keys) and keys[depth] in replica.keys:
+                depth += 1
+            return -depth, replica.num_tokens, name
+
+        name = min(self.live, key=rank)
+        replica = self.live[name]
+        max_tokens = request.params.max_tokens
+        assert max_tokens is not None
+        names = (request.request_id, request.attempt, name, replica.incarnation)
+        assert list(commands) == [
+            SendToReplica(name, replica.incarnation, AssignRequest(request, keys)),
+            Placed(*names, max_tokens),
+        ]
+        replica.assigned[request.request_id] = request
+
+    @precondition(lambda self: self.open_requests())
+    @rule(pick=st.integers(0, 99))
+    def submit_once_more(self, pick: int) -> None:
+        requests = self.open_requests()
+        name, request = requests[pick % len(requests)]
+        (placed,) = self.handle(SubmitRequest(request))
+        assert isinstance(placed, Placed)
+        assert (placed.replica_id, placed.attempt) == (name, request.attempt)
+
+    @precondition(lambda self: self.open_requests())
+    @rule(pick=st.integers(0, 99), other=st.booleans())
+    def submit_another_under_a_name_in_use(self, pick: int, other: bool) -> None:
+        requests = self.open_requests()
+        _name, request = requests[pick % len(requests)]
+        change = {"priority": 3} if other else {"attempt": Attempt(request.attempt + 1)}
+        (rejected,) = self.handle(SubmitRequest(dataclasses.replace(request, **change)))
+        assert isinstance(rejected, Rejected)
+        assert isinstance(rejected.error, DuplicateRequestError)
+
+    @precondition(lambda self: self.open_requests())
+    @rule(pick=st.integers(0, 99), stale=st.booleans())
+    def withdraw(self, pick: int, stale: bool) -> None:
+        requests = self.open_requests()
+        name, request = requests[pick % len(requests)]
+        attempt = Attempt(request.attempt + stale)
+        commands = self.handle(WithdrawRequest(request.request_id, attempt))
+        cancel = CancelRequest(request.request_id, attempt)
+        expected = [SendToReplica(name, self.live[name].incarnation, cancel)]
+        assert commands == ([] if stale else expected)
+
+    # --- what must hold -------------------------------------------------------------------
+
+    @invariant()
+    def the_books_are_those_of_a_dict(self) -> None:
+        expected = {name: replica.incarnation for name, replica in self.live.items()}
+        assert self.controller.replicas == expected
+        for name, replica in self.live.items():
+            assert self.controller.num_requests(name) == len(replica.assigned)
+            assert self.controller.num_pending_tokens(name) == replica.num_tokens
+
+    def teardown(self) -> None:
+        while self.open_requests():
+            for index in range(len(self.live)):
+                self.report(index, num_finished=3, fenced=0)
+        for name in self.live:
+            assert self.controller.num_requests(name) == 0
+            assert self.controller.num_pending_tokens(name) == 0
+
+
+ControllerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50)
+TestControllerMachine = ControllerMachine.TestCase
+
+
+@dataclasses.dataclass(eq=False)
+class Submitted:
+    request: Request
+    stream: Stream
+    withdrawn: bool = False
+    lost: bool = False
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_replicas_that_die_and_come_back_leave_every_stream_right_or_ended(seed: int) -> None:
+    draw = random.Random(seed)
+    limits = make_limits(num_blocks=12, block_size=2, vocab_size=31, eos_token_ids=(0,))
+    cluster = ClusterDriver([limits, limits, dataclasses.replace(limits, num_blocks=8)])
+    lives = dict.fromkeys(cluster.all_limits, 0)
+    submitted: list[Submitted] = []
+    for number in range(400):
+        action = draw.choices(
+            ["submit", "step", "poll", "withdraw", "tick", "die"], [4, 14, 6, 1, 3, 0.3]
+        )
+        up = list(cluster.drivers)
+        match action[0]:
+            case "submit":
+                request = make_request(
+                    draw.choice(PROMPTS) * draw.randint(1, 2),
+                    draw.randint(1, 9),
+                    request_id=f"q{number}",
+                    consumer_id=draw.choice(["c0", "c1"]),
+                    temperature=draw.choice([0.0, 1.0]),
+                    seed=number,
+                )
+                submitted.append(Submitted(request, cluster.submit(request)))
+            case "step" if up:
+                cluster.step(draw.choice(up))
+            case "poll" if up:
+                cluster.poll(draw.choice(up), draw.choice(["c0", "c1"]))
+            case "withdraw" if submitted:
+                chosen = draw.choice(submitted)
+                chosen.withdrawn = True
+                cluster.withdraw(chosen.request)
+            case "tick":
+                cluster.tick(draw.choice([0.01, 0.2]))
+            case "die":
+                name = draw.choice(list(lives))
+                if name in cluster.drivers:
+                    for one in submitted:
+                        one.lost |= cluster.placed.get(one.request.request_id) == name
+                    cluster.lose_replica(name)
+                else:
+                    lives[name] += 1
+                    cluster.start_replica(name, lives[name])
+    cluster.run()
+    for one in submitted:
+        check_end(cluster, one)
+    for name, driver in cluster.drivers.items():
+        assert driver.replica.kv.pool.num_held == 0
+        assert cluster.controller.num_requests(name) == 0
+        assert cluster.controller.num_pending_tokens(name) == 0
+
+
+def check_end(cluster: ClusterDriver, one: Submitted) -> None:
+    stream = one.stream
+    expected = oracle(one.request, cluster.all_limits[ReplicaId("r0")])
+    assert stream.token_ids == expected.token_ids[: len(stream.token_ids)]
+    match stream.finish:
+        case FinishReason.STOP | FinishReason.LENGTH:
+            assert (stream.token_ids, stream.finish) == expected
+        case FinishReason.CANCELLED:
+            assert one.withdrawn
+        case FinishReason.ERROR:
+            assert one.lost
+            assert stream.error == "a rank is silent"
+        case None:
+            assert one.request.request_id in cluster.rejected

@@ -1,0 +1,95 @@
+from replica_driver import make_scope
+
+from rayserve_paged.core.block_identity import extend_chain
+from rayserve_paged.core.block_pool import BlockPool, BlockState
+from rayserve_paged.core.block_table import BlockTable
+from rayserve_paged.core.ids import BlockId
+from rayserve_paged.core.kv_manager import KVManager
+
+KEYS = extend_chain(make_scope().root(), list(range(16)), 4)
+
+
+def make_manager(num_blocks: int) -> KVManager:
+    return KVManager(BlockPool(num_blocks), block_size=4)
+
+
+def fill(manager: KVManager, num_blocks: int) -> BlockTable:
+    """Compute and seal the first blocks of the chain, and hold them."""
+    table = manager.open([])
+    assert manager.grow(table, num_blocks * 4) is not None
+    for block_id, key in zip(table.block_ids, KEYS, strict=False):
+        manager.seal(block_id, key)
+    return table
+
+
+def test_at_most_all_tokens_but_the_last_come_from_the_cache() -> None:
+    manager = make_manager(4)
+    fill(manager, 3)
+    matches = [len(manager.match(KEYS, num_tokens)) for num_tokens in (0, 1, 4, 5, 8, 9, 12, 13)]
+    assert matches == [0, 0, 0, 1, 1, 2, 2, 3]
+
+
+def test_a_match_holds_nothing_until_it_is_opened() -> None:
+    manager = make_manager(4)
+    manager.close(fill(manager, 2))
+    matched = manager.match(KEYS, 9)
+    assert manager.pool.num_held == 0
+    table = manager.open(matched)
+    assert table.block_ids == matched == [0, 1]
+    assert manager.pool.num_held == 2
+
+
+def test_a_table_grows_by_what_it_lacks() -> None:
+    manager = make_manager(3)
+    table = manager.open([])
+    assert manager.grow(table, 5) == [0, 1]
+    assert manager.grow(table, 8) == []
+    assert manager.grow(table, 9) == [2]
+
+
+def test_a_shortage_changes_neither_table_nor_pool() -> None:
+    manager = make_manager(2)
+    table = manager.open([])
+    manager.grow(table, 4)
+    assert manager.grow(table, 12) is None
+    assert table.block_ids == [0]
+    assert manager.pool.num_available == 1
+
+
+def test_a_block_is_matched_only_once_it_is_sealed() -> None:
+    manager = make_manager(2)
+    table = manager.open([])
+    manager.grow(table, 4)
+    assert manager.match(KEYS, 5) == []
+    manager.seal(table.block_ids[0], KEYS[0])
+    assert manager.match(KEYS, 5) == [0]
+
+
+def test_a_duplicate_of_a_sealed_block_is_free_once_it_is_released() -> None:
+    manager = make_manager(2)
+    first, second = fill(manager, 1), fill(manager, 1)
+    manager.close(second)
+    assert manager.pool.state(BlockId(1)) is BlockState.FREE
+    manager.close(first)
+    assert manager.pool.state(BlockId(0)) is BlockState.CACHED
+
+
+def test_discarded_blocks_cannot_be_matched() -> None:
+    manager = make_manager(2)
+    table = fill(manager, 2)
+    manager.discard(table)
+    assert table.block_ids == []
+    assert manager.match(KEYS, 9) == []
+    assert manager.pool.num_free == 2
+    assert not manager.index.has_changes
+
+
+def test_a_discard_leaves_what_others_hold() -> None:
+    manager = make_manager(3)
+    table = fill(manager, 2)
+    other = manager.open(manager.match(KEYS, 5))
+    manager.discard(table)
+    assert manager.match(KEYS, 9) == [0]
+    manager.close(other)
+    assert manager.pool.cached_ids == (0,)
+    assert manager.pool.num_free == 2

@@ -1,0 +1,158 @@
+"""Pool, index, manager and tables against plain lists of tokens and a memory of slots."""
+
+import dataclasses
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from replica_driver import make_scope
+
+from rayserve_paged.core import invariants
+from rayserve_paged.core.accounting import account
+from rayserve_paged.core.block_identity import extend_chain
+from rayserve_paged.core.block_pool import BlockPool, BlockState
+from rayserve_paged.core.block_table import BlockTable
+from rayserve_paged.core.ids import BlockId, BlockKey
+from rayserve_paged.core.kv_manager import KVManager
+
+STORIES = ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 0, 0, 0, 0, 0, 0, 0, 0])
+
+
+@dataclasses.dataclass(eq=False)
+class Writer:
+    """A sequence whose tokens are written in order."""
+
+    story: list[int]
+    keys: list[BlockKey]
+    table: BlockTable
+    num_written: int
+    num_sealed: int
+
+
+class PoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.writers: list[Writer] = []
+
+    @initialize(
+        num_blocks=st.sampled_from([6, 4, 8, 3, 1]), block_size=st.sampled_from([2, 1, 3, 4])
+    )
+    def start(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.kv = KVManager(self.pool, block_size)
+        self.root = make_scope(block_size).root()
+        self.memory: dict[int, tuple[int, int]] = {}
+        # Keys that can be matched, as the changes tell; cached blocks, the oldest first.
+        self.matchable: set[BlockKey] = set()
+        self.cached: list[BlockId] = []
+
+    def held(self) -> set[BlockId]:
+        return {block_id for writer in self.writers for block_id in writer.table.block_ids}
+
+    @rule(story=st.sampled_from(STORIES), num_tokens=st.integers(1, 12))
+    def open(self, story: list[int], num_tokens: int) -> None:
+        keys = extend_chain(self.root, story, self.block_size)
+        matched = self.kv.match(keys, num_tokens)
+        depth = 0
+        while (depth + 1) * self.block_size < num_tokens and keys[depth] in self.matchable:
+            depth += 1
+        assert len(matched) == depth, "the longest run that leaves a token to compute"
+        table = self.kv.open(matched)
+        num_matched = depth * self.block_size
+        self.cached = [block_id for block_id in self.cached if block_id not in matched]
+        self.writers.append(Writer(story, keys, table, num_matched, depth))
+
+    @precondition(lambda self: self.writers)
+    @rule(pick=st.integers(0, 99), num_tokens=st.integers(1, 6))
+    def write(self, pick: int, num_tokens: int) -> None:
+        writer = self.writers[pick % len(self.writers)]
+        end = min(writer.num_written + num_tokens, len(writer.story))
+        num_missing = writer.table.num_missing(end)
+        num_free = self.pool.num_free
+        num_left = self.pool.num_blocks - len(self.held())
+        before = list(writer.table.block_ids)
+        granted = self.kv.grow(writer.table, end)
+        if granted is None:
+            assert num_missing > num_left
+            assert writer.table.block_ids == before
+            return
+        assert len(granted) == num_missing <= num_left
+        assert writer.table.block_ids == before + granted
+        num_evicted = max(0, num_missing - num_free)
+        evicted, self.cached = self.cached[:num_evicted], self.cached[num_evicted:]
+        assert granted[num_missing - num_evicted :] == evicted, "free first, then the oldest"
+        for position in range(writer.num_written, end):
+            self.memory[writer.table.slot(position)] = (writer.story[position], position)
+        writer.num_written = end
+
+    @precondition(lambda self: self.writers)
+    @rule(pick=st.integers(0, 99))
+    def seal(self, pick: int) -> None:
+        writer = self.writers[pick % len(self.writers)]
+        for index in range(writer.num_sealed, writer.num_written // self.block_size):
+            self.kv.seal(writer.table.block_ids[index], writer.keys[index])
+            writer.num_sealed = index + 1
+
+    @precondition(lambda self: self.writers)
+    @rule(pick=st.integers(0, 99))
+    def close(self, pick: int) -> None:
+        writer = self.writers.pop(pick % len(self.writers))
+        let_go = [b for b in reversed(writer.table.block_ids) if b not in self.held()]
+        self.cached += [block_id for block_id in let_go if self.kv.index.key_of(block_id)]
+        self.kv.close(writer.table)
+        assert writer.table.block_ids == []
+
+    @precondition(lambda self: self.writers)
+    @rule(pick=st.integers(0, 99))
+    def discard(self, pick: int) -> None:
+        writer = self.writers.pop(pick % len(self.writers))
+        let_go = [b for b in writer.table.block_ids if b not in self.held()]
+        self.kv.discard(writer.table)
+        assert all(self.pool.state(block_id) is BlockState.FREE for block_id in let_go)
+        assert not any(self.kv.index.key_of(block_id) for block_id in let_go)
+
+    @invariant()
+    def the_ledger_agrees_with_its_holders(self) -> None:
+        invariants.check_pool(self.pool, [writer.table.block_ids for writer in self.writers])
+        invariants.check_index(self.pool, self.kv.index)
+        assert list(self.pool.cached_ids) == self.cached
+        published, evicted = self.kv.index.take_changes()
+        assert not self.matchable & set(published)
+        assert set(evicted) <= self.matchable
+        self.matchable = (self.matchable | set(published)) - set(evicted)
+        assert self.matchable == {key for key, _block_id in self.kv.index.items()}
+
+    @invariant()
+    def every_writer_reads_back_what_it_wrote(self) -> None:
+        for writer in self.writers:
+            for position in range(writer.num_written):
+                slot = writer.table.slot(position)
+                assert self.memory[slot] == (writer.story[position], position)
+
+    @invariant()
+    def the_figures_add_up(self) -> None:
+        holders = [(writer.table.block_ids, writer.num_written) for writer in self.writers]
+        figures = account(holders, self.pool, self.block_size)
+        live_slots = {
+            writer.table.slot(position)
+            for writer in self.writers
+            for position in range(writer.num_written)
+        }
+        num_tokens = sum(writer.num_written for writer in self.writers)
+        assert figures.unique_live_tokens == len(live_slots)
+        assert figures.allocated_slots == len(self.held()) * self.block_size
+        assert figures.internal_fragmentation_slots == figures.allocated_slots - len(live_slots)
+        assert figures.prefix_sharing_saved_slots == num_tokens - len(live_slots)
+
+    def teardown(self) -> None:
+        if not self.writers:
+            return
+        for writer in self.writers:
+            self.kv.close(writer.table)
+        assert self.pool.num_held == 0
+        assert self.pool.num_available == self.pool.num_blocks
+
+
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+TestPoolMachine = PoolMachine.TestCase

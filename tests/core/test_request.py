@@ -1,0 +1,114 @@
+import dataclasses
+from typing import Any
+
+import pytest
+from replica_driver import make_limits, make_request
+
+from rayserve_paged.core.errors import CapacityError, InvalidInputError
+from rayserve_paged.core.request import MAX_SEED, SamplingParams, admit
+
+LIMITS = make_limits(num_blocks=8, block_size=4, vocab_size=100, max_model_len=40)
+
+
+def test_the_defaults_are_those_that_users_expect() -> None:
+    params = SamplingParams()
+    assert (params.max_tokens, params.min_tokens) == (16, 0)
+    assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0)
+    assert params.seed is None
+    assert (params.stop, params.stop_token_ids) == ((), ())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": None, "min_tokens": 100},
+        {"max_tokens": 1, "min_tokens": 1},
+        {"temperature": 0},
+        {"temperature": 100},
+        {"top_p": 1e-9},
+        {"top_p": 1},
+        {"top_k": -1},
+        {"top_k": 9_999_999},
+        {"seed": MAX_SEED},
+        {"logprobs": 0},
+        {"logprobs": 20},
+        {"stop": ["x"] * 16},
+    ],
+)
+def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
+    SamplingParams(**fields)
+
+
+def test_a_single_stop_string_is_a_list_of_one_and_lists_become_tuples() -> None:
+    params = SamplingParams(stop="END", stop_token_ids=[3, 4])
+    assert (params.stop, params.stop_token_ids) == (("END",), (3, 4))
+    assert dataclasses.replace(params, max_tokens=5).stop == ("END",)
+
+
+def test_too_many_stop_strings_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="at most 16"):
+        SamplingParams(stop=["x"] * 17)
+
+
+def test_min_tokens_over_max_tokens_names_both() -> None:
+    with pytest.raises(InvalidInputError, match=r"min_tokens=5 .* at most max_tokens=4"):
+        SamplingParams(max_tokens=4, min_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "admitted"),
+    [(10, 4, 4), (10, None, 23), (32, None, 1), (1, None, 32), (10, 23, 23), (33, 1, None)],
+)
+def test_max_tokens_is_what_prompt_pool_and_model_leave(
+    num_prompt: int, max_tokens: int | None, admitted: int | None
+) -> None:
+    request = make_request([1] * num_prompt, max_tokens)
+    if admitted is None:
+        with pytest.raises(CapacityError):
+            admit(request, LIMITS)
+    else:
+        assert admit(request, LIMITS).params.max_tokens == admitted
+
+
+def test_min_tokens_is_clamped_with_max_tokens() -> None:
+    limits = dataclasses.replace(LIMITS, max_model_len=12)
+    params = admit(make_request([1] * 10, 8, min_tokens=5), limits).params
+    assert (params.max_tokens, params.min_tokens) == (2, 2)
+
+
+def test_admission_changes_nothing_but_the_clamped_numbers() -> None:
+    request = make_request([1, 2, 3], 4, priority=3, tenant_salt="a", stop_token_ids=(99,))
+    assert admit(request, LIMITS) == request
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="at least one token"):
+        admit(make_request([]), LIMITS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"priority": "high"},
+        {"priority": 1.5},
+        {"priority": True},
+        {"priority": 2**31},
+        {"tenant_salt": b"bytes"},
+        {"tenant_salt": 7},
+    ],
+)
+def test_a_priority_or_a_salt_of_another_type_is_refused(change: dict[str, Any]) -> None:
+    request = dataclasses.replace(make_request([1]), **change)
+    with pytest.raises(InvalidInputError) as refused:
+        admit(request, LIMITS)
+    assert [refused.value.field] == list(change)
+
+
+def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:
+    with pytest.raises(InvalidInputError):
+        SamplingParams(temperature=10**400)
+
+
+def test_the_served_length_is_the_smaller_of_model_and_pool() -> None:
+    assert (LIMITS.num_slots, LIMITS.served_len) == (32, 32)
+    assert dataclasses.replace(LIMITS, num_blocks=100).served_len == 40
