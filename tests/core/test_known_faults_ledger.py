@@ -100,7 +100,7 @@ def test_b07_tenants_do_not_share_and_a_router_sees_no_overlap() -> None:
     assert directory.match(prompt_keys(b, driver.scope)) == {}
 
 
-def test_b11a_a_release_that_names_a_block_twice_frees_it_once() -> None:
+def test_b11_a_release_that_names_a_block_twice_frees_it_once() -> None:
     pool = BlockPool(8)
     allocation = pool.allocate(1)
     assert allocation is not None
@@ -111,7 +111,7 @@ def test_b11a_a_release_that_names_a_block_twice_frees_it_once() -> None:
     assert pool.free_ids.count(b) == 1
 
 
-def test_b11b_a_release_of_more_than_is_held_is_refused_at_the_second_one() -> None:
+def test_b11_a_release_of_more_than_is_held_is_refused_at_the_second_one() -> None:
     pool = BlockPool(8)
     allocation = pool.allocate(2)
     assert allocation is not None
@@ -122,7 +122,7 @@ def test_b11b_a_release_of_more_than_is_held_is_refused_at_the_second_one() -> N
     assert (pool.num_free, pool.count(other)) == (7, 1)
 
 
-def test_b11c_a_table_has_no_null_blocks_and_a_release_of_one_block_frees_one() -> None:
+def test_b11_a_table_has_no_null_blocks_and_a_release_of_one_block_frees_one() -> None:
     pool = BlockPool(8)
     manager = KVManager(pool, block_size=4)
     table = manager.open([])
