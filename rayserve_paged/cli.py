@@ -1,0 +1,48 @@
+"""The command `rayserve-paged`.
+
+Results are on stdout alone; logs, progress and errors are on stderr. Exit status: 0 done, 1 a bug,
+2 something that was asked for is not accepted or cannot be had (said in one line), 130 interrupted.
+"""
+
+import os
+import sys
+
+import typer
+
+from rayserve_paged.commands.demo import demo
+from rayserve_paged.commands.down import down
+from rayserve_paged.commands.generate import generate
+from rayserve_paged.core.errors import PagedError
+
+app = typer.Typer(
+    name="rayserve-paged",
+    help="A distributed, multi-GPU KV-cache runtime for LLM serving on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(demo)
+app.command()(down)
+
+
+def main() -> None:
+    """Run the command line of this process and exit."""
+    try:
+        app()
+    except PagedError as error:
+        print(f"rayserve-paged: {_in_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        # The reader has enough; nothing may be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _in_one_line(error: PagedError) -> str:
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return " ".join(f"{error}{notes}".split())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The commands of `rayserve-paged`, one module each; they import what is heavy when they run."""

@@ -1,0 +1,159 @@
+"""`rayserve-paged generate`: starts a deployment, answers prompts, ends it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rayserve_paged.core.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from rayserve_paged.core.config import DeploymentConfig
+    from rayserve_paged.prompt_file import PromptEntry
+
+
+def _option(group: str, text: str, *names: str) -> object:
+    return typer.Option(*names, help=text, rich_help_panel=group)
+
+
+def _in_out(text: str, *names: str) -> object:
+    return _option("Input and output", text, *names)
+
+
+def _sampling(text: str, *names: str) -> object:
+    return _option("Sampling, for prompts that do not set it themselves", text, *names)
+
+
+def _deployment(text: str, *names: str) -> object:
+    return _option("Deployment", text, *names)
+
+
+_Model = Annotated[
+    str | None, _in_out("Hugging Face directory, GGUF file, smollm2 or fingerprint.")
+]
+_Prompt = Annotated[list[str] | None, _in_out("A prompt; may be given again.")]
+_Prompts = Annotated[
+    Path | None,
+    _in_out("JSON lines with prompt, messages or prompt_token_ids, and any sampling field."),
+]
+_Json = Annotated[bool, _in_out("Print one JSON line per request.", "--json")]
+_Timings = Annotated[bool, _in_out("Print on stderr where the time went.", "--timings")]
+_MaxTokens = Annotated[int | None, _sampling("Most output tokens (16).")]
+_MinTokens = Annotated[int | None, _sampling("Fewest output tokens (0).")]
+_Temperature = Annotated[float | None, _sampling("0 is greedy (1.0).")]
+_TopP = Annotated[float | None, _sampling("Nucleus, above 0 and up to 1 (1.0).")]
+_TopK = Annotated[int | None, _sampling("Most likely tokens kept; 0 keeps all (0).")]
+_Seed = Annotated[int | None, _sampling("Of the random draws; drawn where absent.")]
+_IgnoreEos = Annotated[
+    bool, _sampling("Go on past the model's end-of-sequence ids.", "--ignore-eos")
+]
+_Stop = Annotated[list[str] | None, _sampling("String that ends the text; may be given again.")]
+_Logprobs = Annotated[
+    int | None, _sampling("Log-probabilities of this many tokens at each position.")
+]
+_Tp = Annotated[int | None, _deployment("Ranks of each replica (1).")]
+_Replicas = Annotated[int | None, _deployment("Replicas (1).")]
+_Dtype = Annotated[str | None, _deployment("fp32 (the default), bf16 or fp16.")]
+_BlockSize = Annotated[int | None, _deployment("Slots per block (16).")]
+_NumBlocks = Annotated[int | None, _deployment("Blocks of each rank's pool.")]
+_CacheMemory = Annotated[str | None, _deployment("Size of each rank's pool, such as 512MiB.")]
+_MaxModelLen = Annotated[
+    int | None, _deployment("Most prompt and output tokens (the model's own limit).")
+]
+_MaxNumSeqs = Annotated[int | None, _deployment("Sequences that run at once (64).")]
+_MaxNumBatchedTokens = Annotated[int | None, _deployment("Tokens of one step (512).")]
+_Name = Annotated[str | None, _deployment("Its name on the cluster (default).")]
+_Shell = Annotated[
+    str, _deployment("ray: actors on a cluster; inprocess: threads of this process.")
+]
+_Address = Annotated[
+    str | None, _deployment("Ray cluster to join, auto for this machine's; absent: start one.")
+]
+_Config = Annotated[Path | None, _deployment("YAML file with the rest; what is given here wins.")]
+
+
+def generate(
+    model: _Model = None,
+    prompt: _Prompt = None,
+    prompts: _Prompts = None,
+    as_json: _Json = False,
+    timings: _Timings = False,
+    max_tokens: _MaxTokens = None,
+    min_tokens: _MinTokens = None,
+    temperature: _Temperature = None,
+    top_p: _TopP = None,
+    top_k: _TopK = None,
+    seed: _Seed = None,
+    ignore_eos: _IgnoreEos = False,
+    stop: _Stop = None,
+    logprobs: _Logprobs = None,
+    tp: _Tp = None,
+    replicas: _Replicas = None,
+    dtype: _Dtype = None,
+    block_size: _BlockSize = None,
+    num_blocks: _NumBlocks = None,
+    cache_memory: _CacheMemory = None,
+    max_model_len: _MaxModelLen = None,
+    max_num_seqs: _MaxNumSeqs = None,
+    max_num_batched_tokens: _MaxNumBatchedTokens = None,
+    name: _Name = None,
+    shell: _Shell = "ray",
+    address: _Address = None,
+    config: _Config = None,
+) -> None:
+    """Answer prompts with a model that is started for them."""
+    sampling = {
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "ignore_eos": ignore_eos or None,
+        "stop": stop or None,
+        "logprobs": logprobs,
+    }
+    flags = {
+        "name": name,
+        "model.model": model,
+        "model.dtype": dtype,
+        "model.max_model_len": max_model_len,
+        "cache.block_size": block_size,
+        "cache.num_blocks": num_blocks,
+        "cache.memory": cache_memory,
+        "batch.max_num_seqs": max_num_seqs,
+        "batch.max_num_batched_tokens": max_num_batched_tokens,
+        "parallel.tensor_parallel_size": tp,
+        "parallel.num_replicas": replicas,
+    }
+    if model is None and config is None:
+        raise InvalidInputError("--model", None, "a model, here or in the file of --config")
+    given = {field: value for field, value in sampling.items() if value is not None}
+    entries = _entries(prompt or [], prompts, given)
+    settings = _settings(config, flags)
+    from rayserve_paged.answer_prompts import answer_prompts
+
+    answer_prompts(
+        settings, entries, shell=shell, address=address, as_json=as_json, timings=timings
+    )
+
+
+def _entries(
+    texts: Sequence[str], path: Path | None, sampling: dict[str, Any]
+) -> "list[PromptEntry]":
+    from rayserve_paged.core.request import SamplingParams
+    from rayserve_paged.prompt_file import PromptEntry, read_prompts
+
+    if bool(texts) == (path is not None):
+        raise InvalidInputError("--prompt", texts, "either --prompt or --prompts")
+    if path is not None:
+        return read_prompts(path, sampling)
+    params = SamplingParams(**sampling)
+    return [PromptEntry(f"--prompt {number}", text, params) for number, text in enumerate(texts, 1)]
+
+
+def _settings(path: Path | None, flags: Mapping[str, object]) -> "DeploymentConfig":
+    from rayserve_paged.load_config import load_config
+
+    return load_config(path, flags)

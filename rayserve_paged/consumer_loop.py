@@ -1,0 +1,159 @@
+"""Carries the messages of one consumer on an asyncio loop: submissions, polls, cancellations.
+
+The decisions are those of `core.consumer`. One poll is pending for each replica that serves an
+open request, and one watch for news of lost replicas while any request is open; an idle consumer
+sends nothing.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncGenerator, Iterable
+
+from rayserve_paged.core.consumer import Consumer, StreamUpdate
+from rayserve_paged.core.errors import PagedError, ReplicaLostError, RequestFailedError
+from rayserve_paged.core.ids import ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.messages import Rejected, ReplicaLost, SubmitRequest
+from rayserve_paged.core.request import Request
+from rayserve_paged.deployment import Deployment
+
+_Source = tuple[ReplicaId, Incarnation]
+
+logger = logging.getLogger(__name__)
+
+
+class ConsumerLoop:
+    """One consumer of a deployment; all methods are called on one asyncio loop.
+
+    Args:
+        deployment: Where requests go.
+        consumer_id: Unique in the deployment.
+    """
+
+    def __init__(self, deployment: Deployment, consumer_id: ConsumerId) -> None:
+        self._deployment = deployment
+        self._consumer = Consumer(consumer_id)
+        # None in a queue: the loop is closed.
+        self._streams: dict[RequestId, asyncio.Queue[StreamUpdate | None]] = {}
+        self._pollers: dict[_Source, asyncio.Task[None]] = {}
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def stream(self, request: Request) -> AsyncGenerator[StreamUpdate, None]:
+        """Submit a request and yield what is new of it, up to the update that finishes it.
+
+        Closing the generator early cancels the request; it returns once that was asked for.
+
+        Raises:
+            PagedError: It was refused, or the deployment cannot be reached.
+            RequestFailedError: This loop was closed.
+        """
+        updates: asyncio.Queue[StreamUpdate | None] = asyncio.Queue()
+        self._streams[request.request_id] = updates
+        self._consumer.open(request)
+        try:
+            await self._submit(request)
+            while True:
+                update = await updates.get()
+                if update is None:
+                    raise RequestFailedError(request.request_id, "its consumer was closed")
+                yield update
+                if update.finish is not None:
+                    return
+        finally:
+            del self._streams[request.request_id]
+            await self._give_up(request.request_id)
+
+    async def _submit(self, request: Request) -> None:
+        answer = await self._deployment.submit(SubmitRequest(request))
+        if isinstance(answer, Rejected):
+            self._consumer.abandon(request.request_id)
+            raise answer.error
+        self._hand_out(self._consumer.placed(answer))
+        self._listen({(answer.replica_id, answer.incarnation)})
+
+    async def _give_up(self, request_id: RequestId) -> None:
+        attempt = self._consumer.attempt(request_id)
+        if attempt is not None:
+            self._consumer.abandon(request_id)
+            # A deployment that cannot be reached has other ways to learn it: the lease.
+            with contextlib.suppress(PagedError):
+                await self._deployment.cancel(request_id, attempt)
+
+    async def cancel(self, request_id: RequestId) -> None:
+        """Ask for the end of a request; its stream then ends as cancelled. Idempotent.
+
+        Raises:
+            DeploymentError: The deployment cannot be reached.
+        """
+        attempt = self._consumer.attempt(request_id)
+        if attempt is not None:
+            await self._deployment.cancel(request_id, attempt)
+
+    async def close(self) -> None:
+        """Cancel what is open and stop listening; open streams raise RequestFailedError."""
+        for updates in self._streams.values():
+            updates.put_nowait(None)
+        await asyncio.gather(*map(self._give_up, self._consumer.open_requests))
+        tasks = [*self._pollers.values()]
+        if self._watcher is not None:
+            tasks.append(self._watcher)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- listening ------------------------------------------------------------------------
+
+    def _listen(self, sources: set[_Source]) -> None:
+        """Poll these replicas as long as they serve an open request, and watch while any does."""
+        for source in sources - self._pollers.keys():
+            self._pollers[source] = task = asyncio.create_task(self._poll(source))
+            task.add_done_callback(functools.partial(self._poll_ended, source))
+        if sources and self._watcher is None:
+            self._watcher = asyncio.create_task(self._watch())
+            self._watcher.add_done_callback(self._watch_ended)
+
+    async def _poll(self, source: _Source) -> None:
+        while source in self._consumer.serving():
+            message = self._consumer.poll(*source)
+            self._hand_out(self._consumer.deliver(await self._deployment.poll(*source, message)))
+
+    def _poll_ended(self, source: _Source, task: asyncio.Task[None]) -> None:
+        del self._pollers[source]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            # Whatever broke the poll, nobody would bring these requests any further tokens.
+            notice = ReplicaLost(*source, _reason(error), (self._consumer.consumer_id,))
+            self._hand_out(self._consumer.lose((notice,)))
+        # A request may have been placed since the poller looked.
+        self._listen(self._consumer.serving())
+
+    async def _watch(self) -> None:
+        while self._consumer.serving():
+            notices = await self._deployment.watch(self._consumer.consumer_id)
+            self._hand_out(self._consumer.lose(notices))
+
+    def _watch_ended(self, task: asyncio.Task[None]) -> None:
+        self._watcher = None
+        if task.cancelled():
+            return
+        if (error := task.exception()) is None:
+            # A request may have been placed since the watcher looked.
+            self._listen(self._consumer.serving())
+        else:
+            # Replicas go on without a controller: their polls say when they are lost. The next
+            # submission tries again.
+            logger.warning("cannot watch for lost replicas: %s: %s", type(error).__name__, error)
+
+    def _hand_out(self, updates: Iterable[StreamUpdate]) -> None:
+        for update in updates:
+            if (stream := self._streams.get(update.request_id)) is not None:
+                stream.put_nowait(update)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ReplicaLostError):
+        return error.reason
+    return f"its poll failed ({type(error).__name__}: {error})"

@@ -1,0 +1,223 @@
+"""Serves one reader's requests through a deployment: checks, ids, text, streams."""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+from rayserve_paged.consumer_loop import ConsumerLoop
+from rayserve_paged.core.errors import (
+    DuplicateRequestError,
+    InvalidInputError,
+    PagedError,
+    RequestFailedError,
+)
+from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
+from rayserve_paged.core.request import MAX_SEED, Request, SamplingParams, admit
+from rayserve_paged.deployment import Deployment
+from rayserve_paged.generation import Generation, Job
+from rayserve_paged.model.tokenizer import Tokenizer
+from rayserve_paged.outputs import DeploymentAccounting, RequestOutput, StreamChunk
+
+Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Sequence[Mapping[str, str]]]
+"""A text, token ids, or {"messages": [{"role": TEXT, "content": TEXT}, ...]} for a chat."""
+
+
+class FrontEnd:
+    """Turns prompts into requests and their streams into text.
+
+    `prepare` may be called from any thread; everything else belongs to one asyncio loop.
+
+    Args:
+        deployment: Where requests go.
+        tokenizer: Of its model.
+    """
+
+    def __init__(self, deployment: Deployment, tokenizer: Tokenizer) -> None:
+        self._deployment = deployment
+        self._tokenizer = tokenizer
+        self._consumer_id = ConsumerId(secrets.token_hex(4))
+        self._loop = ConsumerLoop(deployment, self._consumer_id)
+        self._live: dict[str, Generation] = {}
+        self._numbers = itertools.count()
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> Job:
+        """Check a request against all that is known here, and draw what it leaves open.
+
+        Args:
+            prompt: Text, token ids or a chat.
+            params: A seed is drawn where it has none; `max_tokens` is clamped.
+            priority: Lower is served first.
+            request_id: None to draw one.
+
+        Raises:
+            InvalidInputError: Naming the field.
+            CapacityError: The pool can never hold it.
+        """
+        text, token_ids = self._tokenize(prompt)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidInputError("priority", priority, "an integer, lower to be served first")
+        if request_id is not None and not (isinstance(request_id, str) and request_id):
+            raise InvalidInputError("request_id", request_id, "a non-empty string, or None")
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=secrets.randbelow(MAX_SEED + 1))
+        # The id towards the deployment is private, so that no user's can get in another's way.
+        private_id = RequestId(f"{self._consumer_id}-{next(self._numbers)}")
+        request = Request(
+            request_id=private_id,
+            consumer_id=self._consumer_id,
+            attempt=Attempt(0),
+            prompt_token_ids=token_ids,
+            params=params,
+            priority=priority,
+        )
+        admitted = admit(request, self._deployment.limits)
+        return Job(request_id or private_id, text, admitted)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, Mapping):
+            if set(prompt) != {"messages"}:
+                raise InvalidInputError("prompt", prompt, 'a chat as {"messages": [...]} alone')
+            text = self._tokenizer.apply_chat_template(prompt["messages"])
+        elif isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, list | tuple):
+            return None, tuple(prompt)
+        else:
+            raise InvalidInputError("prompt", prompt, "a text, a list of token ids or a chat")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError("prompt", text, "a text without lone surrogates") from error
+        token_ids = self._tokenizer.encode(text)
+        if not token_ids:
+            raise InvalidInputError("prompt", text, "a text of at least one token")
+        return text, tuple(token_ids)
+
+    async def stream(self, job: Job) -> AsyncGenerator[StreamChunk, None]:
+        """Submit a request and yield its chunks; the last one has the output.
+
+        Closing the generator early cancels the request and frees its blocks.
+
+        Raises:
+            DuplicateRequestError: A live request has this id.
+            RequestFailedError: It failed on the way; a stream that ends without an error is whole.
+            PagedError: It was refused, or the deployment cannot be reached.
+        """
+        (generation,) = self._claim([job])
+        async with contextlib.aclosing(self._chunks(generation)) as chunks:
+            async for chunk in chunks:
+                if chunk.output is not None and chunk.output.error is not None:
+                    raise RequestFailedError(job.name, chunk.output.error)
+                yield chunk
+
+    async def complete(
+        self, jobs: Sequence[Job], on_output: Callable[[RequestOutput], None] | None = None
+    ) -> list[RequestOutput]:
+        """Submit requests and wait until every one has ended, in whatever way.
+
+        Args:
+            jobs: The requests, submitted in this order.
+            on_output: Called with each output as soon as it is there.
+
+        Returns:
+            One output for each, in their order; those that failed carry the error.
+
+        Raises:
+            DuplicateRequestError: Two of them, or one and a live request, have the same id.
+        """
+
+        async def settle(generation: Generation) -> RequestOutput:
+            # Gathered alone: whatever one request raises is its own end and no other's.
+            (result,) = await asyncio.gather(self._whole(generation), return_exceptions=True)
+            if isinstance(result, BaseException):
+                result = generation.failed(_reason(result))
+            if on_output is not None:
+                on_output(result)
+            return result
+
+        generations = self._claim(jobs)
+        tasks = [asyncio.create_task(settle(generation)) for generation in generations]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            # Where the caller gives up, or `on_output` raised, none is left behind.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for generation in generations:
+                self._release(generation)
+
+    async def _whole(self, generation: Generation) -> RequestOutput:
+        output = None
+        async with contextlib.aclosing(self._chunks(generation)) as chunks:
+            async for chunk in chunks:
+                output = chunk.output
+        assert output is not None, "the last chunk carries the output"
+        return output
+
+    async def _chunks(self, generation: Generation) -> AsyncGenerator[StreamChunk, None]:
+        generation.begin(time.monotonic())
+        updates = self._loop.stream(generation.job.request)
+        try:
+            async with contextlib.aclosing(updates):
+                async for update in updates:
+                    chunk = generation.push(update, time.monotonic())
+                    yield chunk
+                    if chunk.output is not None:
+                        return  # Where a stop string ended it, closing cancels the rest.
+        finally:
+            self._release(generation)
+
+    def _claim(self, jobs: Sequence[Job]) -> list[Generation]:
+        """Take the ids of requests that begin to live: all of them or none."""
+        generations: dict[str, Generation] = {}
+        for job in jobs:
+            if job.name in self._live or job.name in generations:
+                raise DuplicateRequestError(job.name)
+            generations[job.name] = Generation(job, self._tokenizer)
+        self._live |= generations
+        return list(generations.values())
+
+    def _release(self, generation: Generation) -> None:
+        if self._live.get(generation.job.name) is generation:
+            del self._live[generation.job.name]
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ask for the end of a live request; its output then says CANCELLED.
+
+        Args:
+            request_id: Towards the user.
+
+        Returns:
+            Whether such a request was live.
+        """
+        generation = self._live.get(request_id)
+        if generation is None:
+            return False
+        generation.cancel_asked = True
+        await self._loop.cancel(generation.job.request.request_id)
+        return True
+
+    async def accounting(self) -> DeploymentAccounting:
+        """Take the ledgers of all replicas."""
+        return DeploymentAccounting(dict(await self._deployment.accounting()))
+
+    async def close(self) -> None:
+        """Cancel what is open; streams that are read raise RequestFailedError."""
+        await self._loop.close()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, RequestFailedError):
+        return error.reason
+    return str(error) if isinstance(error, PagedError) else f"{type(error).__name__}: {error}"

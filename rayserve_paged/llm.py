@@ -1,0 +1,318 @@
+"""LLM, the offline API: prompts in, outputs or streams out, for scripts and notebooks."""
+
+import concurrent.futures
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self, TypeVar, cast
+
+from rayserve_paged.core.config import DeploymentConfig, Dtype
+from rayserve_paged.core.errors import DeploymentError, InvalidInputError, RequestFailedError
+from rayserve_paged.core.request import ModelLimits, SamplingParams
+from rayserve_paged.front_end import FrontEnd, Prompt
+from rayserve_paged.generation import Job
+from rayserve_paged.load_config import load_config, user_cache_dir
+from rayserve_paged.loop_thread import LoopThread
+from rayserve_paged.model.loader import resolve_model
+from rayserve_paged.model.parallel import deal_heads
+from rayserve_paged.model.tokenizer import load_tokenizer
+from rayserve_paged.outputs import DeploymentAccounting, RequestOutput, StreamChunk
+
+if TYPE_CHECKING:
+    from rayserve_cluster.ray_shell import RayShell, ShellStats
+    from rayserve_paged.inprocess import InProcessShell
+
+_BUILT_IN_MODELS: Final = ("fingerprint", "smollm2")
+
+_T = TypeVar("_T")
+
+
+class LLM:
+    """A deployment of one model, and a reader of it.
+
+    Starts replicas in the constructor and ends them in `close`; best used as a context manager.
+    All methods may be called from any thread, also where an asyncio loop runs (a notebook): the
+    reader has a thread of its own.
+
+    What is not given is taken from the RAYSERVE_* environment, else from the defaults of
+    `DeploymentConfig`.
+
+    Args:
+        model: A Hugging Face directory, a GGUF file, `smollm2` or `fingerprint`.
+        tensor_parallel_size: Ranks of each replica; 1 by default.
+        num_replicas: Replicas; 1 by default.
+        block_size: Slots per block; 16 by default.
+        num_blocks: Blocks of each rank's pool, or
+        cache_memory: bytes of it, as a number or as text such as "512MiB".
+        dtype: Of weights and KV: "fp32" (the default), "bf16" or "fp16".
+        max_model_len: Most prompt and output tokens; the model's own limit by default.
+        max_num_seqs: Sequences that run at once.
+        max_num_batched_tokens: Tokens of one step; longer prompts are computed in chunks.
+        name: Of the deployment, unique on its cluster.
+        shell: "ray" for actors on a Ray cluster, "inprocess" for threads of this process.
+        address: Ray cluster to join, "auto" for this machine's; None to start one.
+        config: All of the above that belongs to the deployment, instead of them.
+
+    Raises:
+        InvalidInputError: A value is not accepted, or there is no such model.
+        DeploymentError: The deployment cannot be started.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        tensor_parallel_size: int | None = None,
+        num_replicas: int | None = None,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        cache_memory: int | str | None = None,
+        dtype: Dtype | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        name: str | None = None,
+        shell: str = "ray",
+        address: str | None = None,
+        config: DeploymentConfig | None = None,
+    ) -> None:
+        flags = {
+            "name": name,
+            "model.model": model,
+            "model.dtype": dtype,
+            "model.max_model_len": max_model_len,
+            "cache.block_size": block_size,
+            "cache.num_blocks": num_blocks,
+            "cache.memory": cache_memory,
+            "batch.max_num_seqs": max_num_seqs,
+            "batch.max_num_batched_tokens": max_num_batched_tokens,
+            "parallel.tensor_parallel_size": tensor_parallel_size,
+            "parallel.num_replicas": num_replicas,
+        }
+        given = [field for field, value in flags.items() if value is not None]
+        if config is None:
+            config = load_config(flags=flags)
+        elif given:
+            raise InvalidInputError(given[0], flags[given[0]], "nothing where `config` is given")
+        self.config = config = _with_absolute_path(config)
+        source = resolve_model(config.model.model, user_cache_dir())
+        # Refused here, it costs no start of a cluster.
+        width = config.parallel.tensor_parallel_size
+        deal_heads(source.spec.num_heads, source.spec.num_kv_heads, width)
+        # The tokenizer is read while the ranks start.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(load_tokenizer, source)
+            self._deployment: InProcessShell | RayShell = _start(config, shell, address)
+        try:
+            self._front_end = FrontEnd(self._deployment, loading.result())
+        except BaseException:
+            self._deployment.shutdown()
+            raise
+        self._thread = LoopThread(f"rayserve-paged {config.name}")
+        self._closed = False
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What a request is checked against."""
+        return self._deployment.limits
+
+    def validate(
+        self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+    ) -> None:
+        """Raise what `generate` would raise for this prompt before it submits anything."""
+        self._front_end.prepare(prompt, params or SamplingParams(), priority)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priorities: int | Sequence[int] = 0,
+        request_ids: Sequence[str] | None = None,
+        raise_on_error: bool = True,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts; returns when every request has ended.
+
+        Everything is checked before anything is submitted: a refused prompt disturbs no other.
+
+        Args:
+            prompts: One prompt or several. A prompt is a text, a list of token ids, or a chat as
+                {"messages": [{"role": TEXT, "content": TEXT}, ...]}.
+            params: For all, or one for each; `SamplingParams()` by default.
+            priorities: For all, or one for each; lower is served first.
+            request_ids: One for each, unique among this LLM's live requests; drawn by default.
+            raise_on_error: Raise when a request failed. Where False, its output has `error` set.
+            on_output: Called in this LLM's thread with each output as soon as it is there. It
+                must not call this LLM; what it raises ends the call, and the other requests.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            InvalidInputError: A prompt or a parameter is not accepted; a note names the prompt.
+            DuplicateRequestError: A live request has one of the ids.
+            RequestFailedError: A request failed (the first one, after all have ended).
+        """
+        self._check_open()
+        jobs = self._jobs(prompts, params, priorities, request_ids)
+        outputs = self._thread.call(self._front_end.complete(jobs, on_output))
+        failed = [output for output in outputs if output.error is not None]
+        if failed and raise_on_error:
+            reason = failed[0].error or ""
+            if len(outputs) > 1:
+                reason += f" ({len(failed)} of {len(outputs)} requests failed)"
+            raise RequestFailedError(failed[0].request_id, reason)
+        return outputs
+
+    def _jobs(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priorities: int | Sequence[int],
+        request_ids: Sequence[str] | None,
+    ) -> list[Job]:
+        batch = _as_batch(prompts)
+        if params is None:
+            params = SamplingParams()
+        all_params = _for_each("params", params, SamplingParams, len(batch))
+        all_priorities = _for_each("priorities", priorities, int, len(batch))
+        ids: Sequence[str | None] = [None] * len(batch)
+        if request_ids is not None:
+            ids = _for_each("request_ids", request_ids, str, len(batch))
+        jobs = []
+        given = zip(batch, all_params, all_priorities, ids, strict=True)
+        for index, (prompt, own_params, priority, request_id) in enumerate(given):
+            try:
+                jobs.append(self._front_end.prepare(prompt, own_params, priority, request_id))
+            except InvalidInputError as error:
+                if len(batch) > 1:
+                    error.add_note(f"in prompts[{index}]")
+                raise
+        return jobs
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[StreamChunk, None]:
+        """Answer one prompt as it goes, on whatever asyncio loop runs the iteration.
+
+        Closing the iterator early (`contextlib.aclosing`) cancels the request and frees its
+        blocks. The last chunk has the whole output.
+
+        Args:
+            prompt: As in `generate`.
+            params: As in `generate`.
+            priority: Lower is served first.
+            request_id: Unique among this LLM's live requests; None to draw one.
+
+        Raises:
+            InvalidInputError: At once.
+            DuplicateRequestError: On iteration: a live request has this id.
+            RequestFailedError: On iteration: it failed; a stream that just ends is whole.
+        """
+        self._check_open()
+        job = self._front_end.prepare(prompt, params or SamplingParams(), priority, request_id)
+        return self._thread.iterate(self._front_end.stream(job))
+
+    def cancel(self, request_id: str) -> bool:
+        """End a live request: its output says CANCELLED, and has the tokens until then.
+
+        Returns:
+            Whether a request of this id was live.
+        """
+        self._check_open()
+        return self._thread.call(self._front_end.cancel(request_id))
+
+    def accounting(self) -> DeploymentAccounting:
+        """Return the ledgers of all replicas in figures, each at the end of a step."""
+        self._check_open()
+        return self._thread.call(self._front_end.accounting())
+
+    def stats(self) -> "ShellStats | None":
+        """Return where the time of starting went and what each rank's process takes; None where
+        the ranks are in this process.
+        """
+        self._check_open()
+        stats = getattr(self._deployment, "stats", None)
+        return None if stats is None else self._thread.call(stats())
+
+    def close(self) -> None:
+        """Cancel what runs and end the deployment. Idempotent; blocks."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._thread.call(self._front_end.close())
+            self._thread.stop()
+        finally:
+            self._deployment.shutdown()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DeploymentError(self.config.name, "this LLM is closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _with_absolute_path(config: DeploymentConfig) -> DeploymentConfig:
+    # Ranks run in other directories.
+    path = Path(config.model.model).expanduser()
+    if not path.exists() or config.model.model in _BUILT_IN_MODELS:
+        return config
+    model = config.model.model_copy(update={"model": str(path.resolve())})
+    return config.model_copy(update={"model": model})
+
+
+def _start(
+    config: DeploymentConfig, shell: str, address: str | None
+) -> "InProcessShell | RayShell":
+    # A machine without Ray runs the other shell, and a driver of Ray needs no kernels.
+    if shell == "ray":
+        from rayserve_cluster.ray_shell import RayShell
+
+        return RayShell(config, address)
+    if shell != "inprocess":
+        raise InvalidInputError("shell", shell, "'ray' or 'inprocess'")
+    if address is not None:
+        raise InvalidInputError("address", address, "nothing where shell='inprocess'")
+    from rayserve_paged.inprocess import InProcessShell
+
+    return InProcessShell(config)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Tell one prompt from several: a list that begins with a number is one prompt's ids."""
+    accepted = "a prompt or several: texts, lists of token ids or chats"
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or not prompts:
+        raise InvalidInputError("prompts", prompts, accepted)
+    if isinstance(prompts[0], int):
+        return [cast("Prompt", prompts)]
+    return cast("Sequence[Prompt]", prompts)
+
+
+def _for_each(field: str, values: object, kind: type[_T], num_prompts: int) -> list[_T]:
+    """Repeat one value for all prompts, or check that there is one for each."""
+    accepted = f"one {kind.__name__}, or a list of {num_prompts}, one for each prompt"
+    if isinstance(values, kind):
+        return [values] * num_prompts
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != num_prompts:
+        raise InvalidInputError(field, values, accepted)
+    if not all(isinstance(value, kind) for value in values):
+        raise InvalidInputError(field, values, accepted)
+    return list(values)

@@ -1,0 +1,302 @@
+"""The command: results on stdout alone, one line and status 2 for whatever cannot be had."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayserve_paged import cli
+from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.model.fingerprint import oracle
+
+FINGERPRINT = ["generate", "--model", "fingerprint", "--shell", "inprocess", "--num-blocks", "64"]
+KEYS = [
+    "request_id",
+    "prompt_token_ids",
+    "token_ids",
+    "text",
+    "finish_reason",
+    "num_cached_tokens",
+    "replica",
+    "ttft_s",
+    "tpot_s",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    def run_main(*args: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["rayserve-paged", *args])
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main()
+        status = exit_info.value.code
+        assert isinstance(status, int | None)
+        captured = capfd.readouterr()
+        return Ended(status or 0, captured.out, captured.err)
+
+    return run_main
+
+
+def refusal(ended: Ended) -> str:
+    """The one line of a command that was refused."""
+    assert ended.status == 2, ended
+    assert ended.out == ""
+    (line,) = ended.err.splitlines()
+    return line.removeprefix("rayserve-paged: ")
+
+
+def greedy(prompt: str, num_tokens: int) -> list[int]:
+    return oracle(prompt.encode(), num_tokens)
+
+
+# --- results --------------------------------------------------------------------------------
+
+
+def test_json_lines_have_the_documented_keys_in_the_order_of_the_prompts(run: Run) -> None:
+    args = ["--prompt", "one", "--prompt", "two", "--temperature", "0", "--json"]
+    ended = run(*FINGERPRINT, *args)
+    assert (ended.status, ended.err) == (0, "")
+    assert [list(row) for row in ended.rows] == [KEYS, KEYS]
+    assert [row["token_ids"] for row in ended.rows] == [greedy("one", 16), greedy("two", 16)]
+    assert [row["prompt_token_ids"] for row in ended.rows] == [list(b"one"), list(b"two")]
+    assert {row["finish_reason"] for row in ended.rows} == {"length"}
+
+
+def test_one_prompt_is_answered_with_its_text_alone(run: Run) -> None:
+    args = ["--prompt", "ship", "--temperature", "0", "--max-tokens", "5"]
+    by_text = run(*FINGERPRINT, *args)
+    (row,) = run(*FINGERPRINT, *args, "--json").rows
+    assert by_text == Ended(0, row["text"] + "\n", "")
+
+
+def test_several_answers_in_text_name_their_prompts(run: Run) -> None:
+    ended = run(*FINGERPRINT, "--prompt", "a", "--prompt", "b", "--temperature", "0")
+    assert [line for line in ended.out.splitlines() if line.startswith("---")] == [
+        "--- --prompt 1 (length)",
+        "--- --prompt 2 (length)",
+    ]
+
+
+def test_sampling_flags_reach_the_request(run: Run) -> None:
+    args = ["--prompt", "x", "--json", "--seed", "3", "--top-k", "50", "--logprobs", "1"]
+    args += ["--top-p", "0.9", "--temperature", "0.7", "--min-tokens", "2", "--max-tokens", "9"]
+    first, second = (run(*FINGERPRINT, *args).rows[0] for _ in range(2))
+    assert first["token_ids"] == second["token_ids"]
+    assert len(first["logprobs"]) == 9
+    assert {len(position["top"]) for position in first["logprobs"]} == {1}
+
+
+def test_a_stop_string_ends_the_text(run: Run) -> None:
+    args = ["--prompt", "x", "--temperature", "0", "--json"]
+    (whole,) = run(*FINGERPRINT, *args).rows
+    stop = whole["text"][6:9]
+    (row,) = run(*FINGERPRINT, *args, "--stop", stop).rows
+    assert row["text"] == whole["text"][: whole["text"].index(stop)]
+    assert row["finish_reason"] == "stop"
+
+
+def test_timings_are_name_value_lines_on_stderr(run: Run) -> None:
+    ended = run(*FINGERPRINT, "--prompt", "x", "--json", "--timings")
+    assert len(ended.rows) == 1
+    values = {name: float(v) for name, v in (line.split("=") for line in ended.err.splitlines())}
+    stages = ["imported_s", "ready_s", "submitted_s", "first_token_s", "answered_s"]
+    assert [name for name in values if name in stages] == stages
+    assert sorted(values[stage] for stage in stages) == [values[stage] for stage in stages]
+    assert values["process_rss_mb"] > 0
+
+
+def test_replicas_and_ranks_give_the_same_tokens(run: Run) -> None:
+    args = ["--prompt", "a", "--prompt", "b", "--temperature", "0", "--json"]
+    ended = run(*FINGERPRINT, *args, "--tp", "2", "--replicas", "2", "--block-size", "8")
+    assert [row["token_ids"] for row in ended.rows] == [greedy("a", 16), greedy("b", 16)]
+    assert len({row["replica"] for row in ended.rows}) == 2
+
+
+# --- files of prompts -----------------------------------------------------------------------
+
+
+def test_lines_of_a_file_bring_their_own_parameters(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        '{"prompt": "text", "max_tokens": 3}\n\n{"prompt_token_ids": [1, 2], "temperature": 0}\r\n',
+        encoding="utf-8-sig",
+    )
+    ended = run(*FINGERPRINT, "--prompts", str(path), "--max-tokens", "5", "--json")
+    first, second = ended.rows
+    assert len(first["token_ids"]) == 3
+    assert second["token_ids"] == oracle([1, 2], 5)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"prompt": "x", "temperature": NaN}', "temperature=nan is not accepted"),
+        ('{"prompt": "x", "max_tokens": "5"}', "max_tokens='5' is not accepted"),
+        ('{"prompt": "x", "temprature": 1}', "a known field: temperature"),
+        ('{"prompt": "x", "n": 2}', "n=2 is not accepted"),
+        ('{"prompt": "x", "prompt_token_ids": [1]}', "exactly one of prompt, messages"),
+        ('{"max_tokens": 5}', "exactly one of prompt, messages"),
+        ('{"prompt": 5}', "prompt=5 is not accepted"),
+        ('{"prompt": "x"', "a JSON object (Expecting"),
+        ("[1, 2]", "a JSON object"),
+        ('{"prompt_token_ids": "12"}', "expected a list"),
+        ('{"prompt_token_ids": [5, 1000]}', "prompt_token_ids=1000 is not accepted"),
+        ('{"prompt": ""}', "at least one token"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "no chat template"),
+        ('{"prompt": "x", "max_tokens": 2000}', "needs 125 blocks of 16 slots"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_place(
+    run: Run, tmp_path: Path, line: str, complaint: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    said = refusal(run(*FINGERPRINT, "--prompts", str(path), "--json"))
+    assert f"{path}:2" in said
+    assert complaint in said
+
+
+def test_every_sampling_parameter_may_be_set_by_a_line(run: Run, tmp_path: Path) -> None:
+    fields = dataclasses.asdict(SamplingParams(stop=["x"], stop_token_ids=[3], seed=1, logprobs=0))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "x", **fields}))
+    assert run(*FINGERPRINT, "--prompts", str(path), "--json").status == 0
+
+
+# --- refusals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["--model", "no-such-model"], "model='no-such-model' is not accepted: expected"),
+        (["--tp", "5"], "tensor_parallel_size=5 is not accepted"),
+        (["--num-blocks", "0"], "cache.num_blocks=0 is not accepted"),
+        (["--block-size", "0"], "cache.block_size=0 is not accepted"),
+        (["--replicas", "0"], "parallel.num_replicas=0 is not accepted"),
+        (["--dtype", "fp4"], "model.dtype='fp4' is not accepted"),
+        (["--cache-memory", "4096TiB"], "values that fit together: give num_blocks or memory"),
+        (["--num-blocks", "9000000000000"], "at most"),
+        (["--max-model-len", "4"], "prompt='5 tokens' is not accepted: expected at most 3 tokens"),
+        (["--max-tokens", "0"], "max_tokens=0 is not accepted"),
+        (["--temperature", "nan"], "temperature=nan is not accepted"),
+        (["--top-p", "0"], "top_p=0.0 is not accepted"),
+        (["--max-tokens", "2000"], "needs 126 blocks of 16 slots, and the pool has 64"),
+        (["--shell", "slurm"], "shell='slurm' is not accepted"),
+        (["--prompts", "x.jsonl"], "either --prompt or --prompts"),
+        (["--config", "no-such.yaml"], "config='no-such.yaml' is not accepted"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_in_one_line(
+    run: Run, args: list[str], complaint: str
+) -> None:
+    assert complaint in refusal(run(*FINGERPRINT, "--prompt", "hello", *args))
+
+
+def test_a_cache_larger_than_the_memory_is_refused(run: Run) -> None:
+    args = ["generate", "--model", "fingerprint", "--shell", "inprocess", "--prompt", "x"]
+    said = refusal(run(*args, "--cache-memory", "4096TiB"))
+    assert "cache.memory=" in said
+    assert "available to each rank" in said
+
+
+def test_a_directory_without_a_model_is_refused(run: Run, tmp_path: Path) -> None:
+    said = refusal(run("generate", "--model", str(tmp_path), "--prompt", "x"))
+    assert "config.json" in said
+
+
+def test_a_missing_file_of_prompts_is_refused(run: Run) -> None:
+    said = refusal(run(*FINGERPRINT, "--prompts", "no-such.jsonl"))
+    assert said.startswith("--prompts='no-such.jsonl' is not accepted")
+
+
+def test_an_empty_file_of_prompts_is_refused(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n")
+    assert "at least one prompt" in refusal(run(*FINGERPRINT, "--prompts", str(path)))
+
+
+def test_a_model_must_be_named(run: Run) -> None:
+    assert "--model=None" in refusal(run("generate", "--prompt", "x"))
+
+
+def test_a_misspelt_option_is_a_usage_error(run: Run) -> None:
+    ended = run(*FINGERPRINT, "--promt", "x")
+    assert ended.status == 2
+    assert ended.out == ""
+    assert "--prompt" in ended.err
+
+
+# --- as a process ---------------------------------------------------------------------------
+
+
+def test_the_command_answers_as_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "rayserve_paged.cli", *FINGERPRINT, "--json"]
+    ended = subprocess.run(
+        [*command, "--prompt", "x", "--temperature", "0"], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert json.loads(ended.stdout)["token_ids"] == greedy("x", 16)
+
+
+def test_a_refusal_as_a_process_has_no_traceback() -> None:
+    command = [sys.executable, "-m", "rayserve_paged.cli", "generate", "--model", "no-such-model"]
+    ended = subprocess.run([*command, "--prompt", "x"], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("rayserve-paged: model='no-such-model' is not accepted")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    script = (
+        "import sys\n"
+        "from rayserve_paged.cli import app\n"
+        "app(['generate', '--help'], standalone_mode=False)\n"
+        "heavy = {'numpy', 'ray', 'tokenizers', 'torch', 'transformers', 'yaml'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stderr == "[]\n"
+
+
+@pytest.mark.ray
+def test_the_command_on_ray_prints_results_alone_on_stdout() -> None:
+    command = [sys.executable, "-m", "rayserve_paged.cli", "generate", "--model", "fingerprint"]
+    command += ["--prompt", "x", "--temperature", "0", "--num-blocks", "64", "--json", "--timings"]
+    ended = subprocess.run([*command, "--tp", "2"], capture_output=True, text=True)
+    (row,) = map(json.loads, ended.stdout.splitlines())
+    assert ended.returncode == 0
+    assert row["token_ids"] == greedy("x", 16)
+    values = {name: float(v) for name, v in (line.split("=") for line in ended.stderr.splitlines())}
+    assert {"first_token_s", "deployment.ray_init_s", "r0.rank1.rss_mb"} <= set(values)
+    assert values["r0.rank0.rss_mb"] > 0
+
+
+@pytest.mark.ray
+def test_what_a_rank_on_ray_refuses_is_said_in_one_line() -> None:
+    command = [sys.executable, "-m", "rayserve_paged.cli", "generate", "--model", "fingerprint"]
+    command += ["--prompt", "x", "--cache-memory", "4096TiB"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    said = refusal(Ended(ended.returncode, ended.stdout, ended.stderr))
+    assert "cache.memory=" in said
+    assert "available to each rank" in said

@@ -1,0 +1,277 @@
+"""The consumer's side over a real deployment whose parts fail on demand."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from rayserve_paged.core.config import CacheConfig, DeploymentConfig, ModelConfig, TimeoutConfig
+from rayserve_paged.core.errors import DeploymentError, NoReplicaError, RequestFailedError
+from rayserve_paged.core.ids import ConsumerId, Incarnation, ReplicaId
+from rayserve_paged.core.messages import (
+    Delivery,
+    LoseReplica,
+    Placed,
+    PollTokens,
+    Rejected,
+    ReplicaLost,
+    SubmitRequest,
+)
+from rayserve_paged.core.request import FinishReason, SamplingParams
+from rayserve_paged.front_end import FrontEnd
+from rayserve_paged.inprocess import InProcessShell
+from rayserve_paged.model.fingerprint import oracle
+from rayserve_paged.model.tokenizer import ByteTokenizer
+from rayserve_paged.outputs import StreamChunk
+
+R0, LIFE = ReplicaId("r0"), Incarnation(0)
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+ENDLESS = SamplingParams(max_tokens=2000, temperature=0.0)
+
+
+class CountingShell(InProcessShell):
+    """Counts polls and watches, and may lose a poll's answer or break the watch."""
+
+    num_polls = 0
+    num_watches = 0
+    lose_answers = 0
+    watch_error: Exception | None = None
+    poll_error: Exception | None = None
+
+    async def poll(
+        self, replica_id: ReplicaId, incarnation: Incarnation, message: PollTokens
+    ) -> Delivery:
+        self.num_polls += 1
+        if self.poll_error is not None:
+            raise self.poll_error
+        delivery = await super().poll(replica_id, incarnation, message)
+        if self.lose_answers and delivery.items:
+            self.lose_answers -= 1
+            return Delivery(replica_id, incarnation, 0, ())
+        return delivery
+
+    async def watch(self, consumer_id: ConsumerId) -> tuple[ReplicaLost, ...]:
+        self.num_watches += 1
+        if self.watch_error is not None:
+            raise self.watch_error
+        return await super().watch(consumer_id)
+
+
+class SlowSubmission(CountingShell):
+    """Answers a submission only once it is told to."""
+
+    def __init__(self, config: DeploymentConfig) -> None:
+        super().__init__(config)
+        self.placed = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def submit(self, message: SubmitRequest) -> Placed | Rejected:
+        answer = await super().submit(message)
+        self.placed.set()
+        await self.go_on.wait()
+        return answer
+
+
+CONFIG = DeploymentConfig(
+    model=ModelConfig(model="fingerprint"),
+    cache=CacheConfig(block_size=4, num_blocks=1024),
+    timeouts=TimeoutConfig(poll_timeout_s=0.2),
+)
+
+
+@pytest.fixture
+def shell() -> Iterator[CountingShell]:
+    shell = CountingShell(CONFIG)
+    yield shell
+    shell.shutdown()
+
+
+def run(shell: InProcessShell, test: Callable[[FrontEnd], Coroutine[Any, Any, None]]) -> None:
+    async def with_front_end() -> None:
+        front_end = FrontEnd(shell, ByteTokenizer(1000))
+        try:
+            await test(front_end)
+        finally:
+            await front_end.close()
+
+    asyncio.run(with_front_end())
+
+
+async def until_nothing_is_held(front_end: FrontEnd) -> None:
+    for _ in range(300):
+        ledgers = (await front_end.accounting()).replicas.values()
+        if not any(ledger.num_held_blocks for ledger in ledgers):
+            return
+    raise AssertionError("blocks are still held")
+
+
+async def read_to_the_end(stream: AsyncGenerator[StreamChunk, None]) -> None:
+    async for _ in stream:
+        pass
+
+
+# --- lost replicas --------------------------------------------------------------------------
+
+
+def test_a_lost_replica_ends_its_requests_with_the_reason(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        jobs = [front_end.prepare(f"request {index}", ENDLESS) for index in range(3)]
+        running = asyncio.create_task(front_end.complete(jobs))
+        while shell.num_polls < 3:
+            await asyncio.sleep(0)
+        shell.handle(LoseReplica(R0, LIFE, "rank 1: its plug was pulled"))
+        outputs = await running
+        assert [output.finish_reason for output in outputs] == [FinishReason.ERROR] * 3
+        assert {output.error for output in outputs} == {"rank 1: its plug was pulled"}
+        assert [output.request_id for output in outputs] == [job.name for job in jobs]
+
+    run(shell, test)
+
+
+def test_a_stream_of_a_lost_replica_does_not_just_end(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        job = front_end.prepare("x", ENDLESS, request_id="mine")
+        stream = front_end.stream(job)
+        await anext(stream)
+        shell.handle(LoseReplica(R0, LIFE, "gone"))
+        with pytest.raises(RequestFailedError, match="request mine failed: gone"):
+            await read_to_the_end(stream)
+
+    run(shell, test)
+
+
+def test_a_request_after_the_last_replica_is_lost_is_refused_with_the_reason(
+    shell: CountingShell,
+) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        shell.handle(LoseReplica(R0, LIFE, "burnt"))
+        (output,) = await front_end.complete([front_end.prepare("x", GREEDY)])
+        assert output.error is not None
+        assert "r0 is lost: burnt" in output.error
+        assert output.replica is None
+        with pytest.raises(NoReplicaError, match="burnt"):
+            await read_to_the_end(front_end.stream(front_end.prepare("x", GREEDY)))
+
+    run(shell, test)
+
+
+def test_a_poll_that_breaks_in_an_unforeseen_way_ends_its_requests(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        shell.poll_error = OSError("cable cut")
+        (output,) = await front_end.complete([front_end.prepare("x", GREEDY)])
+        assert output.error == "its poll failed (OSError: cable cut)"
+        shell.poll_error = None
+
+    run(shell, test)
+
+
+def test_requests_go_on_where_the_controller_cannot_be_watched(
+    shell: CountingShell, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        shell.watch_error = DeploymentError("default", "its controller is gone")
+        (output,) = await front_end.complete([front_end.prepare("x", GREEDY)])
+        assert output.token_ids == tuple(oracle(b"x", 8))
+        assert shell.num_watches == 1
+
+    run(shell, test)
+    assert "its controller is gone" in caplog.text
+
+
+def test_answers_lost_on_the_way_are_given_again(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        shell.lose_answers = 3
+        (output,) = await front_end.complete([front_end.prepare("x", GREEDY)])
+        assert output.token_ids == tuple(oracle(b"x", 8))
+        assert shell.lose_answers == 0
+
+    run(shell, test)
+
+
+# --- listening ------------------------------------------------------------------------------
+
+
+def test_an_idle_consumer_neither_polls_nor_watches(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        await front_end.complete([front_end.prepare("x", GREEDY)])
+        await asyncio.sleep(3 * CONFIG.timeouts.poll_timeout_s)
+        counts = (shell.num_polls, shell.num_watches)
+        await asyncio.sleep(3 * CONFIG.timeouts.poll_timeout_s)
+        assert (shell.num_polls, shell.num_watches) == counts
+        (output,) = await front_end.complete([front_end.prepare("x", GREEDY)])
+        assert output.finish_reason is FinishReason.LENGTH
+
+    run(shell, test)
+
+
+def test_one_poll_brings_the_tokens_of_all_requests(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        jobs = [front_end.prepare(f"request {index}", GREEDY) for index in range(20)]
+        outputs = await front_end.complete(jobs)
+        assert [len(output.token_ids) for output in outputs] == [8] * 20
+        assert shell.num_polls < 20 * 8
+
+    run(shell, test)
+
+
+# --- the ends of a request ------------------------------------------------------------------
+
+
+def test_a_reader_that_goes_before_its_request_is_placed_leaves_nothing() -> None:
+    async def test() -> None:
+        shell = SlowSubmission(CONFIG)
+        front_end = FrontEnd(shell, ByteTokenizer(1000))
+        running = asyncio.create_task(front_end.complete([front_end.prepare("x", ENDLESS)]))
+        await shell.placed.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        shell.go_on.set()
+        await until_nothing_is_held(front_end)
+        await front_end.close()
+        shell.shutdown()
+
+    asyncio.run(test())
+
+
+def test_a_consumer_whose_lease_ran_out_is_told_so() -> None:
+    timeouts = TimeoutConfig(consumer_lease_s=0.2, poll_timeout_s=0.1)
+
+    async def test() -> None:
+        shell = SlowSubmission(CONFIG.model_copy(update={"timeouts": timeouts}))
+        front_end = FrontEnd(shell, ByteTokenizer(1000))
+        running = asyncio.create_task(front_end.complete([front_end.prepare("x", ENDLESS)]))
+        await shell.placed.wait()
+        await asyncio.sleep(1.0)  # Longer than the lease and a tick of the replica.
+        shell.go_on.set()
+        (output,) = await running
+        assert output.finish_reason is FinishReason.ERROR
+        assert output.error is not None
+        await front_end.close()
+        shell.shutdown()
+
+    asyncio.run(test())
+
+
+def test_closing_the_front_end_ends_open_streams_with_an_error(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        stream = front_end.stream(front_end.prepare("x", ENDLESS))
+        await anext(stream)
+        await front_end.close()
+        with pytest.raises(RequestFailedError, match="closed"):
+            await read_to_the_end(stream)
+        await until_nothing_is_held(front_end)
+
+    run(shell, test)
+
+
+def test_a_stream_that_is_closed_before_it_began_was_never_submitted(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        stream = front_end.stream(front_end.prepare("x", GREEDY))
+        async with contextlib.aclosing(stream):
+            pass
+        assert shell.num_polls == 0
+
+    run(shell, test)

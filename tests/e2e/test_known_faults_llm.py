@@ -1,0 +1,243 @@
+"""Faults that were found in other engines, tried through `LLM` and the command.
+
+The figures are those of the cases. The model is the fingerprint model, whose output shows any
+wrong block, and whose oracle computes every sequence alone and without a cache.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rayserve_paged import LLM, SamplingParams, cli
+from rayserve_paged.core.errors import CapacityError, InvalidInputError
+from rayserve_paged.core.request import FinishReason
+from rayserve_paged.model.fingerprint import oracle
+
+VOCAB_SIZE = 1000
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+def greedy(prompt: str | list[int], num_tokens: int) -> tuple[int, ...]:
+    return tuple(oracle(prompt.encode() if isinstance(prompt, str) else prompt, num_tokens))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("fingerprint", shell="inprocess", block_size=4, num_blocks=256) as llm:
+        yield llm
+
+
+def num_unused_blocks(llm: LLM) -> int:
+    """FREE and CACHED blocks; the step that is under way may hold some until it has ended."""
+    num_unused = 0
+    for _ in range(300):
+        (ledger,) = llm.accounting().replicas.values()
+        num_unused = ledger.num_free_blocks + ledger.num_cached_blocks
+        if ledger.num_held_blocks == 0:
+            break
+    return num_unused
+
+
+def refuses(llm: LLM, prompts: object, params: SamplingParams = GREEDY) -> str:
+    """The message of a refusal, after which everything works as before."""
+    before = llm.accounting()
+    with pytest.raises(InvalidInputError) as refused:
+        llm.generate(prompts, params)  # type: ignore[arg-type]
+    assert llm.accounting() == before
+    assert llm.generate("then a normal request", GREEDY)[0].token_ids == greedy(
+        "then a normal request", 8
+    )
+    return str(refused.value)
+
+
+def refuses_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *args: str
+) -> str:
+    command = ["rayserve-paged", "generate", "--model", "fingerprint", "--shell", "inprocess"]
+    monkeypatch.setattr(sys, "argv", [*command, "--num-blocks", "8", *args])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+# --- B17, B34: admission --------------------------------------------------------------------
+
+
+def test_b17_blocks_of_requests_that_never_got_to_run_come_back() -> None:
+    with LLM("fingerprint", shell="inprocess", block_size=4, num_blocks=6) as llm:
+
+        async def give_up_at_once() -> None:
+            # A prompt of 3 blocks, whose reader is gone before its first token can be delivered.
+            task = asyncio.create_task(anext(llm.stream("eleven char", GREEDY)))
+            await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+        for _ in range(10):
+            asyncio.run(give_up_at_once())
+            assert num_unused_blocks(llm) == 6
+        assert llm.generate("eleven char", GREEDY)[0].token_ids == greedy("eleven char", 8)
+        assert num_unused_blocks(llm) == 6
+
+
+@pytest.fixture(scope="module")
+def llm_of_1600_slots() -> Iterator[LLM]:
+    with LLM("fingerprint", shell="inprocess", block_size=16, num_blocks=100) as llm:
+        assert (llm.limits.num_slots, llm.limits.max_model_len) == (1600, 4096)
+        yield llm
+
+
+def test_b34_a_prompt_over_the_pool_is_refused_and_blocks_nobody(llm_of_1600_slots: LLM) -> None:
+    with pytest.raises(CapacityError, match=r"the pool has 100 \(1600 slots\)"):
+        llm_of_1600_slots.generate([list(range(500)) * 4], GREEDY)
+    (output,) = llm_of_1600_slots.generate("ten tokens", GREEDY)
+    assert len(output.prompt_token_ids) == 10
+    assert output.token_ids == greedy("ten tokens", 8)
+
+
+def test_b34_a_request_that_would_outgrow_the_pool_is_refused(llm_of_1600_slots: LLM) -> None:
+    with pytest.raises(CapacityError, match="needs 107 blocks of 16 slots"):
+        llm_of_1600_slots.generate([list(range(500)) * 3], SamplingParams(max_tokens=200))
+
+
+def test_b34_a_request_that_fills_the_pool_to_the_last_slot_completes(
+    llm_of_1600_slots: LLM,
+) -> None:
+    prompt = (list(range(500)) * 4)[:1584]
+    params = SamplingParams(max_tokens=17, temperature=0.0)
+    (output,) = llm_of_1600_slots.generate([prompt], params)
+    assert output.token_ids == greedy(prompt, 17)
+    assert output.finish_reason is FinishReason.LENGTH
+
+
+# --- B50: what is cached --------------------------------------------------------------------
+
+
+def test_b50_a_wholly_cached_prompt_still_computes_its_last_token() -> None:
+    eight = [3, 1, 4, 1, 5, 9, 2, 6]
+    prompts = [eight, eight, eight, [*eight, 5], [*eight, 5, 3, 5, 8]]
+    with LLM("fingerprint", shell="inprocess", block_size=4, num_blocks=64) as llm:
+        # One token each, so that no run caches a longer prefix than its prompt.
+        outputs = [
+            llm.generate([ids], SamplingParams(max_tokens=1, temperature=0.0))[0] for ids in prompts
+        ]
+    assert [output.num_cached_tokens for output in outputs] == [0, 4, 4, 8, 8]
+    assert [output.token_ids for output in outputs] == [greedy(ids, 1) for ids in prompts]
+
+
+def test_b50_blocks_of_one_slot_cache_no_prompt_of_one_token() -> None:
+    with LLM("fingerprint", shell="inprocess", block_size=1, num_blocks=64) as llm:
+        outputs = [llm.generate([[7]], GREEDY)[0] for _ in range(2)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0]
+    assert {output.token_ids for output in outputs} == {greedy([7], 8)}
+
+
+# --- B84 to B88: input ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompts", ["", [""], [], [[]]])
+def test_b84_an_empty_prompt_is_refused(llm: LLM, prompts: object) -> None:
+    assert "prompt" in refuses(llm, prompts)
+
+
+def test_b84_the_command_refuses_an_empty_prompt(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = refuses_on_the_command_line(monkeypatch, capfd, "--prompt", "")
+    assert "at least one token" in line
+
+
+def test_b85_max_tokens_and_the_limits_of_the_model_and_of_the_pool() -> None:
+    def params(max_tokens: int | None) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+
+    for refused in (0, -1):
+        with pytest.raises(InvalidInputError, match=f"max_tokens={refused} is not accepted"):
+            params(refused)
+    ids = list(range(40))
+    with LLM("fingerprint", shell="inprocess", num_blocks=8, max_model_len=32) as llm:
+        (output,) = llm.generate([ids[:31]], params(10))
+        assert (output.token_ids, output.finish_reason) == (greedy(ids[:31], 1), "length")
+        for num_prompt in (32, 33):
+            message = refuses(llm, [ids[:num_prompt]], params(10))
+            assert f"'{num_prompt} tokens' is not accepted: expected at most 31" in message
+        (output,) = llm.generate([ids[:20]], params(None))
+        assert output.token_ids == greedy(ids[:20], 12)
+
+
+def test_b85_the_limit_that_is_told_is_the_one_that_holds() -> None:
+    with LLM("fingerprint", shell="inprocess", num_blocks=6, block_size=4, max_model_len=32) as llm:
+        assert llm.limits.served_len == 24
+        with pytest.raises(InvalidInputError, match="24 slots"):
+            llm.generate([list(range(25))], SamplingParams(max_tokens=1))
+        (output,) = llm.generate([[1, 2, 3]], GREEDY)
+        assert output.token_ids == greedy([1, 2, 3], 8)
+
+
+@pytest.mark.parametrize("bad", [VOCAB_SIZE, -1, 2**63 - 1, True, 3.0])
+def test_b86_an_id_outside_the_vocabulary_is_refused(llm: LLM, bad: object) -> None:
+    message = refuses(llm, [[5, bad]])
+    assert message == (
+        f"prompt_token_ids={bad!r} is not accepted: expected integers from 0 to {VOCAB_SIZE - 1}"
+    )
+
+
+def test_b86_the_last_id_of_the_vocabulary_runs(llm: LLM) -> None:
+    prompt = [5, VOCAB_SIZE - 1]
+    assert llm.generate([prompt], GREEDY)[0].token_ids == greedy(prompt, 8)
+
+
+def test_b87_a_stop_id_outside_the_vocabulary_is_refused(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, min_tokens=5, stop_token_ids=[VOCAB_SIZE])
+    assert "stop_token_ids=1000 is not accepted" in refuses(llm, ["x"], params)
+    with pytest.raises(InvalidInputError, match="stop_token_ids=-1"):
+        SamplingParams(stop_token_ids=[-1])
+
+
+@pytest.mark.parametrize("bad", [-1, 21, VOCAB_SIZE])
+def test_b87_logprobs_are_bounded(bad: int) -> None:
+    with pytest.raises(InvalidInputError, match="logprobs"):
+        SamplingParams(logprobs=bad)
+
+
+@pytest.mark.parametrize(
+    ("field", "literal"),
+    [
+        ("temperature", "NaN"),
+        ("temperature", "Infinity"),
+        ("temperature", "-1"),
+        ("temperature", "1e308"),
+        ("temperature", '"NaN"'),
+        ("temperature", '"0.5"'),
+        ("top_p", "NaN"),
+        ("top_p", "0"),
+        ("top_p", "-1"),
+        ("top_p", "1.1"),
+        ("top_p", '"0.5"'),
+        ("min_p", "-0.1"),
+        ("repetition_penalty", "NaN"),
+        ("presence_penalty", "1e9"),
+    ],
+)
+def test_b88_nonsense_numbers_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    field: str,
+    literal: str,
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "x", "{field}": {literal}}}\n')
+    line = refuses_on_the_command_line(monkeypatch, capfd, "--prompts", str(path))
+    value = json.loads(literal)
+    assert f"{path}:1: {field}={value!r} is not accepted" in line
