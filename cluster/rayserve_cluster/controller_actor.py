@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Coroutine
 from typing import Any, Final, assert_never
@@ -65,6 +66,7 @@ class ControllerActor:
         self._told = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[ModelLimits] | None = None
+        self._failed = False
         self._spawn(self._tick())
 
     async def describe(self) -> tuple[DeploymentConfig, str]:
@@ -242,5 +244,10 @@ class ControllerActor:
 
     def _done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("deployment %s", self._config.name, exc_info=error)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.error("deployment %s", self._config.name, exc_info=error)
+        if self._failed:
+            os._exit(1)  # Nothing works any more: the ranks' own leases end them.
+        self._failed = True
+        self._spawn(self._take_down(f"its controller failed: {type(error).__name__}: {error}"))

@@ -65,6 +65,7 @@ class Gang:
         self._outbox: collections.deque[AssignRequest | CancelRequest | FenceReplica]
         self._outbox = collections.deque()
         self._posting: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
 
     async def start(self, node_id: str | None, controller: Any) -> RegisterReplica:
         """Create the ranks, and wait until they serve.
@@ -114,7 +115,9 @@ class Gang:
                 placement_group=group, placement_group_bundle_index=rank
             ),
         )
-        spec = RankSpec(self._config, self.replica_id, self.incarnation, rank)
+        spec = RankSpec(
+            self._config, self.replica_id, self.incarnation, rank, has_gpu="GPU" in resources
+        )
         return options.remote(spec, controller)
 
     async def _start_ranks(self, node_id: str) -> RegisterReplica:
@@ -202,7 +205,15 @@ class Gang:
         return [answer for answer in answers if isinstance(answer, RankStats)]
 
     async def stop(self, reason: str) -> None:
-        """End all ranks and give their room back; stopped and hung processes included."""
+        """End all ranks and give their room back, stopped and hung processes included.
+
+        Idempotent; every call waits for the end.
+        """
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop(reason))
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, reason: str) -> None:
         if self._workers:
             told = asyncio.ensure_future(_settled(self._workers[0].stop.remote(reason)))
             await asyncio.wait({told}, timeout=_STOP_GRACE_S)

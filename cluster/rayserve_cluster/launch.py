@@ -8,7 +8,7 @@ import time
 from typing import Any, Final
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private import worker as ray_worker
 
 from rayserve_cluster.placement import (
@@ -22,6 +22,7 @@ from rayserve_paged.core.errors import DeploymentError
 
 # Nothing of ours passes through the object store: take the least that Ray allows.
 _OBJECT_STORE_BYTES: Final = 80 * 2**20
+_LOOPBACK: Final = "127.0.0.1"
 _REMOVAL_TIMEOUT_S: Final = 20.0
 _LOOK_S: Final = 0.05
 
@@ -46,8 +47,8 @@ def connect(deployment: str, address: str | None) -> Connection:
 
     Args:
         deployment: For the error.
-        address: A cluster to join, `auto` for the one on this machine; None to start a local one
-            that listens on loopback alone.
+        address: A cluster to join, `auto` for the one that Ray finds on this machine; None to start
+            a local one that listens on loopback alone.
 
     Raises:
         DeploymentError: No cluster answers at the address, or none could be started.
@@ -55,28 +56,37 @@ def connect(deployment: str, address: str | None) -> Connection:
     if ray.is_initialized():
         return Connection(started_cluster=False, connected=False)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     _keep_off_standard_output()
-    if address is not None and address != "local":
-        try:
-            ray.init(address=address, **quiet)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = f"no Ray cluster at address={address!r} ({_first_line(error)})"
-            raise DeploymentError(deployment, reason) from error
-        return Connection(started_cluster=False, connected=True)
-    _bind_to_loopback()
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            **quiet,
-        )
+        if address is None or address == "local":
+            _bind_to_loopback()
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _node_ip_address=_LOOPBACK,
+                **quiet,
+            )
+            return Connection(started_cluster=True, connected=True)
+        if _is_bound_to_loopback(address):
+            _bind_to_loopback()
+        # As it was given: Ray shows its token to a cluster that it found itself, and to one with
+        # an explicit address only where the environment says so.
+        ray.init(address=address, **quiet)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-        reason = f"cannot start a local Ray cluster ({_first_line(error)})"
+        what = "no Ray cluster at" if address else "cannot start a local Ray cluster,"
+        reason = f"{what} address={address!r} ({_first_line(error)})"
         raise DeploymentError(deployment, reason) from error
-    return Connection(started_cluster=True, connected=True)
+    return Connection(started_cluster=False, connected=True)
+
+
+def _is_bound_to_loopback(address: str) -> bool:
+    # A cluster that others reach is told apart by where its GCS was started to listen.
+    if address == "auto":
+        address = services.get_ray_address_from_environment(address, None)
+    address = address.replace("localhost", _LOOPBACK)
+    return address.startswith(f"{_LOOPBACK}:") and address in services.find_gcs_addresses()
 
 
 def _keep_off_standard_output() -> None:
@@ -89,8 +99,8 @@ def _keep_off_standard_output() -> None:
 
 
 def _bind_to_loopback() -> None:
-    # The address alone is rewritten to one that other machines reach. Ray's daemons read the
-    # variable when they start; in this process Ray may have read it long ago, on import.
+    # Ray rewrites the address alone to one that other machines reach. Its daemons read the
+    # variable when they start; in this process it may have been read long ago, on import.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -51,12 +51,21 @@ _REMOVAL_TIMEOUT_S: Final = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankSpec:
-    """Which rank of which replica an actor is."""
+    """Which rank of which replica an actor is.
+
+    Args:
+        config: Of the deployment.
+        replica_id: The replica.
+        incarnation: Its life.
+        rank: Place in the replica, from 0.
+        has_gpu: Ray gave it a GPU, the only one that it sees.
+    """
 
     config: DeploymentConfig
     replica_id: ReplicaId
     incarnation: Incarnation
     rank: int
+    has_gpu: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,7 +192,6 @@ class Worker:
         # Where two threads compute on a core, each parallel region waits for the slower one.
         self._num_threads = max(1, int(num_cores // num_ranks_here))
         torch.set_num_threads(self._num_threads)
-        on_gpu = torch.cuda.is_available()
         config = self._spec.config
         if self._store is None and store_port is not None:
             self._store = join_store(
@@ -193,14 +201,14 @@ class Worker:
             self._spec.rank,
             config.parallel.tensor_parallel_size,
             timeout_s=config.timeouts.collective_timeout_s,
-            device=torch.device("cuda", 0) if on_gpu else None,
+            device=torch.device("cuda", 0) if self._spec.has_gpu else None,
         )
         rank = start_rank(
             config,
             self._group,
             self._store,
             f"{self._spec.replica_id}.{self._spec.incarnation}",
-            num_ranks_here=1 if on_gpu else num_ranks_here,
+            num_ranks_here=1 if self._spec.has_gpu else num_ranks_here,
         )
         self._timings["await_import_s"] = imported - begin
         self._timings["load_s"] = time.monotonic() - imported

@@ -1,8 +1,5 @@
-"""Lets the tests of this folder import the harness beside them."""
+"""Gives the tests of this folder the shared local cluster."""
 
-import sys
-from pathlib import Path
+from ray_harness import cluster
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from ray_harness import cluster  # noqa: F401
+__all__ = ["cluster"]

@@ -37,14 +37,14 @@ def deployment_config(
     replicas: int = 1,
     model: str = "fingerprint",
     keep_alive: bool = False,
-    **timeouts: float,
+    timeouts: dict[str, float] | None = None,
 ) -> DeploymentConfig:
     return DeploymentConfig(
         name=name,
         model=ModelConfig(model=model),
         cache=CacheConfig(block_size=16, num_blocks=256),
         parallel=ParallelConfig(tensor_parallel_size=ranks, num_replicas=replicas),
-        timeouts=TimeoutConfig(**timeouts),
+        timeouts=TimeoutConfig.model_validate(timeouts or {}),
         keep_alive=keep_alive,
     )
 
@@ -111,9 +111,13 @@ def shared_memory() -> set[str]:
 
 
 def environment() -> dict[str, str]:
-    """Environment of a driver in a process of its own, which imports what this one does."""
+    """Environment of a driver in a process of its own, which imports what this one does.
+
+    Nothing that this process told its own Ray is in it.
+    """
+    fresh = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "GLOO_"))}
     roots = [str(Path(__file__).parents[2] / root) for root in ("", "kernels", "cluster")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, str(Path(__file__).parent)])}
+    return {**fresh, "PYTHONPATH": os.pathsep.join([*roots, str(Path(__file__).parent)])}
 
 
 @pytest.fixture(scope="module")

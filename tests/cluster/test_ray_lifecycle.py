@@ -34,7 +34,8 @@ from ray_harness import deployment_config, read_all, request, tokens
 from rayserve_cluster.ray_shell import RayShell
 
 name, address, then = sys.argv[1:]
-shell = RayShell(deployment_config(name, ranks=2, deployment_lease_s=3.0), address or None)
+config = deployment_config(name, ranks=2, timeouts={"deployment_lease_s": 3.0})
+shell = RayShell(config, address or None)
 streams = asyncio.run(read_all(shell, [request("q", [1, 2, 3], 8)]))
 assert len(tokens(streams[0])) == 8
 ranks = [rank.pid for rank in asyncio.run(shell.stats()).ranks]
@@ -66,7 +67,7 @@ def start_driver(
 def test_a_deployment_that_is_kept_alive_outlives_its_driver_until_it_is_taken_down(
     cluster: str,
 ) -> None:
-    config = deployment_config("kept", keep_alive=True, deployment_lease_s=1.0)
+    config = deployment_config("kept", keep_alive=True, timeouts={"deployment_lease_s": 1.0})
     shell = RayShell(config, cluster)
     pid = asyncio.run(shell.stats()).ranks[0].pid
     shell.shutdown()
@@ -76,8 +77,12 @@ def test_a_deployment_that_is_kept_alive_outlives_its_driver_until_it_is_taken_d
     assert len(tokens(asyncio.run(read_all(again, [request("k", [1], 3)]))[0])) == 3
     again.shutdown()
 
-    removed = down("kept", cluster)
-    assert removed == ("controller", "r0.0.rank0", "rayserve-paged.kept/r0.0")
+    # From a process that knows nothing of this cluster.
+    code = "from rayserve_cluster.launch import down; print(*down('kept'), sep='\\n')"
+    removed = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), check=True, capture_output=True, text=True
+    )
+    assert removed.stdout.split() == ["controller", "r0.0.rank0", "rayserve-paged.kept/r0.0"]
     assert holdings("kept") == []
     assert down("kept", cluster) == ()
     wait_for(lambda: not is_running(pid), "the end of the rank")
@@ -87,7 +92,7 @@ def test_a_deployment_without_room_says_what_it_asked_for_and_what_there_is(
     cluster: str,
 ) -> None:
     with pytest.raises(DeploymentError) as caught:
-        RayShell(deployment_config("large", ranks=64, start_timeout_s=2.0), cluster)
+        RayShell(deployment_config("large", ranks=64, timeouts={"start_timeout_s": 2.0}), cluster)
     assert "64 ranks of 0.125 CPU and 0 GPU each on one node" in str(caught.value)
     num_cores = ray.cluster_resources()["CPU"]
     assert f"the nodes have in all {num_cores:g} CPU and 0 GPU" in str(caught.value)
@@ -113,7 +118,9 @@ def _refuse(**_: object) -> None:
 
 
 def test_ranks_that_their_controller_left_give_back_their_room(cluster: str) -> None:
-    shell = RayShell(deployment_config("orphan", ranks=2, deployment_lease_s=2.0), cluster)
+    shell = RayShell(
+        deployment_config("orphan", ranks=2, timeouts={"deployment_lease_s": 2.0}), cluster
+    )
     pids = [rank.pid for rank in asyncio.run(shell.stats()).ranks]
     ray.kill(ray.get_actor(CONTROLLER_NAME, namespace=namespace_of("orphan")))
     wait_for(lambda: holdings("orphan") == [], "an empty cluster")
@@ -125,7 +132,7 @@ def test_ranks_that_their_controller_left_give_back_their_room(cluster: str) -> 
 
 @pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_once_its_lease_has_run_out(cluster: str) -> None:
-    driver, pids = start_driver("widow", cluster, "wait")
+    driver, pids = start_driver("widow", "auto", "wait")
     assert len(holdings("widow")) == 1 + 2 + 1
     driver.kill()
     driver.wait()
