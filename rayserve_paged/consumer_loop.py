@@ -38,6 +38,7 @@ class ConsumerLoop:
         self._streams: dict[RequestId, asyncio.Queue[StreamUpdate | None]] = {}
         self._pollers: dict[_Source, asyncio.Task[None]] = {}
         self._watcher: asyncio.Task[None] | None = None
+        self._cancelling: set[asyncio.Task[None]] = set()
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamUpdate, None]:
         """Submit a request and yield what is new of it, up to the update that finishes it.
@@ -80,6 +81,11 @@ class ConsumerLoop:
             with contextlib.suppress(PagedError):
                 await self._deployment.cancel(request_id, attempt)
 
+    async def _cancel_all(self, requests: list[Request]) -> None:
+        for request in requests:
+            with contextlib.suppress(PagedError):
+                await self._deployment.cancel(request.request_id, request.attempt)
+
     async def cancel(self, request_id: RequestId) -> None:
         """Ask for the end of a request; its stream then ends as cancelled. Idempotent.
 
@@ -95,7 +101,7 @@ class ConsumerLoop:
         for updates in self._streams.values():
             updates.put_nowait(None)
         await asyncio.gather(*map(self._give_up, self._consumer.open_requests))
-        tasks = [*self._pollers.values()]
+        tasks = [*self._pollers.values(), *self._cancelling]
         if self._watcher is not None:
             tasks.append(self._watcher)
         for task in tasks:
@@ -123,10 +129,17 @@ class ConsumerLoop:
         if task.cancelled():
             return
         error = task.exception()
-        if error is not None:
-            # Whatever broke the poll, nobody would bring these requests any further tokens.
-            notice = ReplicaLost(*source, _reason(error), (self._consumer.consumer_id,))
+        if isinstance(error, ReplicaLostError):
+            notice = ReplicaLost(*source, error.reason, (self._consumer.consumer_id,))
             self._hand_out(self._consumer.lose((notice,)))
+        elif error is not None:
+            # The replica may be well: its requests are cancelled, and later ones poll it anew.
+            requests = self._consumer.served_by(*source)
+            reason = f"its poll failed ({type(error).__name__}: {error})"
+            self._hand_out(self._consumer.fail(*source, reason))
+            cancelling = asyncio.create_task(self._cancel_all(requests))
+            self._cancelling.add(cancelling)
+            cancelling.add_done_callback(self._cancelling.discard)
         # A request may have been placed since the poller looked.
         self._listen(self._consumer.serving())
 
@@ -151,9 +164,3 @@ class ConsumerLoop:
         for update in updates:
             if (stream := self._streams.get(update.request_id)) is not None:
                 stream.put_nowait(update)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, ReplicaLostError):
-        return error.reason
-    return f"its poll failed ({type(error).__name__}: {error})"

@@ -64,8 +64,6 @@ class FrontEnd:
             CapacityError: The pool can never hold it.
         """
         text, token_ids = self._tokenize(prompt)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidInputError("priority", priority, "an integer, lower to be served first")
         if request_id is not None and not (isinstance(request_id, str) and request_id):
             raise InvalidInputError("request_id", request_id, "a non-empty string, or None")
         if params.seed is None:
@@ -84,6 +82,7 @@ class FrontEnd:
         return Job(request_id or private_id, text, admitted)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        is_chat = isinstance(prompt, Mapping)
         if isinstance(prompt, Mapping):
             if set(prompt) != {"messages"}:
                 raise InvalidInputError("prompt", prompt, 'a chat as {"messages": [...]} alone')
@@ -98,7 +97,8 @@ class FrontEnd:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidInputError("prompt", text, "a text without lone surrogates") from error
-        token_ids = self._tokenizer.encode(text)
+        # Not by the ids, among which a beginning-of-sequence token would hide that it is empty.
+        token_ids = self._tokenizer.encode(text, add_special_tokens=not is_chat) if text else []
         if not token_ids:
             raise InvalidInputError("prompt", text, "a text of at least one token")
         return text, tuple(token_ids)

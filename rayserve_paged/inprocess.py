@@ -320,20 +320,20 @@ class _Gang:
                 self._replica_id,
                 num_ranks_here=1 if self._on_gpus else self._num_ranks_in_all,
             )
+            if rank == 0:
+                # At once, since its heartbeats keep the followers waiting.
+                self._host = host_replica(
+                    self._config,
+                    started,
+                    self._replica_id,
+                    _INCARNATION,
+                    self._on_event,
+                    None if self._record is None else self._record_event,
+                )
+                self._host.start()
         except Exception as error:  # The thread's end: whoever waits for the rank raises it.
             self._ready[rank].set_exception(error)
             return
-        if rank == 0:
-            # At once, since its heartbeats keep the followers waiting.
-            self._host = host_replica(
-                self._config,
-                started,
-                self._replica_id,
-                _INCARNATION,
-                self._on_event,
-                None if self._record is None else self._record_event,
-            )
-            self._host.start()
         self._ready[rank].set_result(started)
         if rank > 0:
             self._follow(rank, started)

@@ -248,8 +248,8 @@ class LLM:
         self._closed = True
         try:
             self._thread.call(self._front_end.close())
-            self._thread.stop()
         finally:
+            self._thread.stop()
             self._deployment.shutdown()
 
     def _check_open(self) -> None:

@@ -57,7 +57,8 @@ class LoopThread:
                 yield item
         finally:
             if not ended:
-                self._loop.call_soon_threadsafe(relay.cancel)
+                with contextlib.suppress(RuntimeError):  # The loop is closed, and the relay ended.
+                    self._loop.call_soon_threadsafe(relay.cancel)
                 while not isinstance(await items.get(), _End):
                     pass
 

@@ -65,7 +65,7 @@ def read_prompts(path: Path, sampling: Mapping[str, Any]) -> list[PromptEntry]:
 def _entry(place: str, line: str, sampling: Mapping[str, Any]) -> PromptEntry:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # The latter where it is nested too deeply.
         raise InvalidInputError(place, line, f"a JSON object ({error})") from error
     if not isinstance(fields, dict):
         raise InvalidInputError(place, fields, "a JSON object")

@@ -18,7 +18,7 @@ from rayserve_cluster.worker import RankStats
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller import Controller
-from rayserve_paged.core.errors import DeploymentError, PagedError
+from rayserve_paged.core.errors import DeploymentError
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.messages import (
     ControllerCommand,
@@ -103,7 +103,7 @@ class ControllerActor:
         ]
         try:
             await asyncio.gather(*starts)
-        except PagedError as error:
+        except Exception as error:  # Whatever it was: nothing may be left behind.
             for start in starts:
                 start.cancel()
             self._handle(EndDeployment(f"it could not start: {error}"))

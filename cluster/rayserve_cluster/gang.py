@@ -65,6 +65,7 @@ class Gang:
         self._outbox: collections.deque[AssignRequest | CancelRequest | FenceReplica]
         self._outbox = collections.deque()
         self._posting: asyncio.Task[None] | None = None
+        self._refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self, node_id: str | None, controller: Any) -> RegisterReplica:
@@ -143,16 +144,19 @@ class Gang:
         return -(-self._config.parallel.num_replicas // max(1, num_nodes)) * self.size
 
     async def lost(self, liveness_s: float) -> str:
-        """Ping all ranks until one of them is lost.
+        """Ping all ranks until one of them is lost, or rank 0 refuses an event.
 
         Returns:
             Which one, and why.
         """
         watches = [asyncio.create_task(watch_rank(ping, liveness_s)) for ping in self._pings()]
         try:
-            await asyncio.wait(watches, return_when="FIRST_COMPLETED")
+            ends: list[asyncio.Future[Any]] = [*watches, self._refused]
+            await asyncio.wait(ends, return_when="FIRST_COMPLETED")
         finally:
             await _cancel(*(watch for watch in watches if not watch.done()))
+        if self._refused.done():
+            return self._refused.result()
         rank, loss = next(
             (rank, watch.result())
             for rank, watch in enumerate(watches)
@@ -186,8 +190,13 @@ class Gang:
             self._outbox.clear()
             try:
                 await self._workers[0].post.remote(events)
-            except RayError:
+            except RayActorError:
                 return  # The watch on the ranks tells the controller.
+            except Exception as error:  # Outermost: a lost event leaves its consumer waiting.
+                if not self._refused.done():
+                    reason = f"rank 0: it did not take an event ({type(error).__name__}: {error})"
+                    self._refused.set_result(reason)
+                return
 
     async def accounting(self) -> Accounting | None:
         """Take the ledger at the end of a step; None where the gang is lost."""

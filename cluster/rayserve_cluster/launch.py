@@ -75,7 +75,8 @@ def connect(deployment: str, address: str | None) -> Connection:
         # an explicit address only where the environment says so.
         ray.init(address=address, **quiet)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-        what = "no Ray cluster at" if address else "cannot start a local Ray cluster,"
+        is_local = address is None or address == "local"
+        what = "cannot start a local Ray cluster," if is_local else "no Ray cluster at"
         reason = f"{what} address={address!r} ({_first_line(error)})"
         raise DeploymentError(deployment, reason) from error
     return Connection(started_cluster=False, connected=True)

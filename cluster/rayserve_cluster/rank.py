@@ -18,6 +18,7 @@ from rayserve_cluster.model_runner import ModelRunner
 from rayserve_cluster.step_loop import ReplicaHost
 from rayserve_cluster.tp_group import TpGroup
 from rayserve_kernels.attention import TorchBackend
+from rayserve_kernels.layout import KVLayout
 from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.errors import InvalidInputError
@@ -28,6 +29,7 @@ from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.load_config import user_cache_dir
 from rayserve_paged.model.build import build_model
 from rayserve_paged.model.loader import resolve_model
+from rayserve_paged.model.spec import ModelSpec
 
 _HEARTBEATS_PER_TIMEOUT = 4
 NUMERICS = "default"
@@ -102,16 +104,7 @@ def start_rank(
         block_size=layout.block_size,
         eos_token_ids=source.spec.eos_token_ids,
     )
-    scope = BlockScope(
-        model_fingerprint=source.spec.fingerprint,
-        dtype=config.model.dtype,
-        kv_dtype=str(layout.dtype).removeprefix("torch."),
-        numerics=NUMERICS,
-        # Rotary parameters are part of the model's fingerprint.
-        positions="from 0, full attention",
-        block_size=layout.block_size,
-    )
-    return Rank(group, runner, limits, scope)
+    return Rank(group, runner, limits, _scope(config, source.spec, layout))
 
 
 def host_replica(
@@ -141,6 +134,18 @@ def host_replica(
         on_report,
         heartbeat_s=rank.group.timeout_s / _HEARTBEATS_PER_TIMEOUT,
         record=record,
+    )
+
+
+def _scope(config: DeploymentConfig, spec: ModelSpec, layout: KVLayout) -> BlockScope:
+    return BlockScope(
+        model_fingerprint=spec.fingerprint,
+        dtype=config.model.dtype,
+        kv_dtype=str(layout.dtype).removeprefix("torch."),
+        numerics=NUMERICS,
+        # Rotary parameters are part of the model's fingerprint.
+        positions="from 0, full attention",
+        block_size=layout.block_size,
     )
 
 

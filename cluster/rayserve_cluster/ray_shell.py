@@ -119,7 +119,7 @@ class RayShell:
             if config != self._config:
                 reason = (
                     "runs already, with another configuration: take it down first "
-                    f"(rayserve-paged down {self._config.name}), or choose another name"
+                    f"(rayserve-paged down --name {self._config.name}), or choose another name"
                 )
                 raise DeploymentError(self._config.name, reason)
             return controller, owner == self._owner

@@ -39,7 +39,7 @@ _TICK_S = 0.1
 _STOP_GRACE_S = 0.1
 """How long `stop` lets the step under way end by itself before it breaks the group."""
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _Poll = tuple[PollTokens, Future[Delivery]]
 _Inbound = AssignRequest | CancelRequest | FenceReplica | _Poll | Future[Accounting] | None
@@ -59,7 +59,6 @@ class ReplicaHost:
         on_report: Takes the replica's reports, and LoseReplica should the state machine itself
             have failed. Called on the step thread, so it only passes them on.
         heartbeat_s: Longest silence towards the other ranks.
-        clock: Seconds, never going back.
         record: Called with each event and its time, before the replica handles it.
     """
 
@@ -70,14 +69,12 @@ class ReplicaHost:
         on_report: Callable[[ReplicaReport | LoseReplica], object],
         *,
         heartbeat_s: float,
-        clock: Callable[[], float] = time.monotonic,
         record: Callable[[ReplicaEvent, float], None] | None = None,
     ) -> None:
         self._replica = replica
         self._executor = executor
         self._on_report = on_report
         self._heartbeat_s = heartbeat_s
-        self._clock = clock
         self._record = record
         self._inbox: queue.SimpleQueue[_Inbound] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -180,7 +177,7 @@ class ReplicaHost:
         try:
             return self._serve()
         except Exception as error:  # An outermost loop too, which turns it into an event.
-            _logger.exception("the step loop of %s failed", self._replica.replica_id)
+            logger.exception("the step loop of %s failed", self._replica.replica_id)
             if self._replica.fenced is not None:
                 raise
             self._handle(FenceReplica(f"{type(error).__name__}: {error}"))
@@ -202,7 +199,7 @@ class ReplicaHost:
                 self._release_group = False
                 self._handle(FenceReplica(self._stop_reason))
                 return self._stop_reason
-            now = self._clock()
+            now = time.monotonic()
             if now >= self._next_tick:
                 self._next_tick = now + _TICK_S
                 self._handle(Tick())
@@ -218,7 +215,7 @@ class ReplicaHost:
 
     def _wait(self) -> bool:
         """Wait until there is something to take in or to do; returns as `_take_in`."""
-        wait_s = min(self._next_tick, self._next_heartbeat) - self._clock()
+        wait_s = min(self._next_tick, self._next_heartbeat) - time.monotonic()
         try:
             item = self._inbox.get(timeout=max(0.0, wait_s))
         except queue.Empty:
@@ -249,7 +246,7 @@ class ReplicaHost:
         return True
 
     def _handle(self, event: ReplicaEvent) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if self._record is not None:
             self._record(event, now)
         for command in self._replica.handle(event, now):

@@ -6,14 +6,12 @@ as long as there is nothing to say, and a ping is answered whatever the others d
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
+import logging
 import os
-import resource
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import ray
@@ -34,6 +32,7 @@ from rayserve_paged.core.messages import (
     ReplicaReport,
 )
 from rayserve_paged.core.request import ModelLimits
+from rayserve_paged.process_times import resident_bytes
 
 if TYPE_CHECKING:  # These take seconds to import: a thread does it, while the actor answers.
     from torch.distributed import TCPStore
@@ -47,6 +46,9 @@ CONCURRENCY: Final = {"io": 10_000, "health": 16}
 """Each group has an event loop in a thread of its own; a pending poll takes a place in `io`."""
 
 _REMOVAL_TIMEOUT_S: Final = 5.0
+_REPORT_RETRY_S: Final = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -230,8 +232,17 @@ class Worker:
         while True:
             report = await self._reports.get()
             self._num_reports += 1
-            with contextlib.suppress(RayError):  # Its lease will end this rank.
-                await self._controller.report.remote(report)
+            while True:
+                try:
+                    await self._controller.report.remote(report)
+                    break
+                except RayTaskError as error:
+                    # It was taken in, and is of no use to the controller.
+                    logger.warning("a report of %s is lost: %s", self._spec.replica_id, error)
+                    break
+                except RayError:
+                    # Where the controller is gone for good, its lease will end this rank.
+                    await asyncio.sleep(_REPORT_RETRY_S)
 
     @ray.method(concurrency_group="io")
     async def post(self, events: Sequence[AssignRequest | CancelRequest | FenceReplica]) -> None:
@@ -266,13 +277,12 @@ class Worker:
     async def stats(self) -> RankStats:
         """Return the figures of this process."""
         self._calls["stats"] += 1
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return RankStats(
             replica_id=self._spec.replica_id,
             rank=self._spec.rank,
             pid=os.getpid(),
             node_id=ray.get_runtime_context().get_node_id(),
-            rss_bytes=pages * resource.getpagesize(),
+            rss_bytes=resident_bytes(),
             num_threads=self._num_threads,
             calls=dict(self._calls),
             num_reports=self._num_reports,

@@ -145,11 +145,26 @@ class Consumer:
             source = (notice.replica_id, notice.incarnation)
             self._lost[source] = notice.reason
             self._acks.pop(source, None)
-            for known in list(self._open.values()):
-                placed = known.placed
-                if placed is not None and (placed.replica_id, placed.incarnation) == source:
-                    updates.append(self._fail(known, notice.replica_id, notice.reason))
+            updates += self.fail(notice.replica_id, notice.incarnation, notice.reason)
         return updates
+
+    def served_by(self, replica_id: ReplicaId, incarnation: Incarnation) -> list[Request]:
+        """Return the open requests that a replica serves."""
+        return [
+            known.request
+            for known in self._open.values()
+            if known.placed is not None
+            and (known.placed.replica_id, known.placed.incarnation) == (replica_id, incarnation)
+        ]
+
+    def fail(
+        self, replica_id: ReplicaId, incarnation: Incarnation, reason: str
+    ) -> list[StreamUpdate]:
+        """Fail the open requests that a replica serves; it may serve others later."""
+        return [
+            self._fail(self._open[request.request_id], replica_id, reason)
+            for request in self.served_by(replica_id, incarnation)
+        ]
 
     def _fail(self, known: _OpenRequest, replica_id: ReplicaId, reason: str) -> StreamUpdate:
         request_id = known.request.request_id

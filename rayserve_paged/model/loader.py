@@ -8,6 +8,7 @@ from typing import Any
 
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.model.gguf_conversion import converted_directory
+from rayserve_paged.model.json_files import read_json_object
 from rayserve_paged.model.safetensors_files import read_header, safetensors_paths
 from rayserve_paged.model.spec import (
     FingerprintConfig,
@@ -67,7 +68,12 @@ def _from_directory(name: str, directory: Path) -> LlamaSource:
     if not safetensors_paths(directory):
         raise InvalidInputError("model", str(directory), "a directory with model.safetensors")
     num_heads = _size(directory, config, "num_attention_heads")
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    num_kv_heads = num_heads
+    if config.get("num_key_value_heads") is not None:
+        num_kv_heads = _size(directory, config, "num_key_value_heads")
+    head_dim = _size(directory, config, "hidden_size") // num_heads
+    if config.get("head_dim") is not None:
+        head_dim = _size(directory, config, "head_dim")
     if num_heads % num_kv_heads:
         accepted = f"a model whose {num_heads} query heads are a multiple of its KV heads"
         raise InvalidInputError("model", str(directory), f"{accepted}, not of {num_kv_heads}")
@@ -75,7 +81,7 @@ def _from_directory(name: str, directory: Path) -> LlamaSource:
         num_layers=_size(directory, config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=config.get("head_dim") or _size(directory, config, "hidden_size") // num_heads,
+        head_dim=head_dim,
         vocab_size=min(FileTokenizer(directory).vocab_size, _size(directory, config, "vocab_size")),
         max_model_len=_size(directory, config, "max_position_embeddings"),
         eos_token_ids=_eos_token_ids(directory, config),
@@ -89,12 +95,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
     accepted = "a directory with the config.json of a Llama model"
     if not path.is_file():
         raise InvalidInputError("model", str(directory), accepted)
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise InvalidInputError("model", str(path), f"{accepted} ({error})") from error
-    if not isinstance(config, dict) or config.get("model_type") != "llama":
-        kind = config.get("model_type") if isinstance(config, dict) else None
+    config = read_json_object(path)
+    if config.get("model_type") != "llama":
+        kind = config.get("model_type")
         raise InvalidInputError("model", str(directory), f"{accepted}, not of {kind!r}")
     if config.get("quantization_config") is not None:
         raise InvalidInputError("model", str(directory), f"{accepted} that is not quantised")
@@ -103,7 +106,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _size(directory: Path, config: dict[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidInputError("model", str(directory), f"a directory whose config.json has {key}")
     return value
 
@@ -111,7 +114,7 @@ def _size(directory: Path, config: dict[str, Any], key: str) -> int:
 def _eos_token_ids(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
     # The generation settings come first, since chat models add their end of turn there.
     path = directory / "generation_config.json"
-    generation = json.loads(path.read_text()) if path.is_file() else {}
+    generation = read_json_object(path) if path.is_file() else {}
     ids = generation.get("eos_token_id", config.get("eos_token_id"))
     if ids is None:
         return ()

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.model.json_files import read_json_object
 
 if TYPE_CHECKING:
     import torch
@@ -49,11 +50,17 @@ def write_safetensors(
 
 
 def safetensors_paths(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model directory, sorted; empty where it has none."""
+    """The safetensors files of a model directory, sorted; empty where it has none.
+
+    Raises:
+        InvalidInputError: Its index is not one.
+    """
     index = directory / INDEX_NAME
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return tuple(directory / name for name in sorted(names))
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise InvalidInputError("model", str(index), "an index with a weight_map")
+        return tuple(directory / name for name in sorted(set(weight_map.values())))
     single = directory / SINGLE_NAME
     return (single,) if single.is_file() else ()
 
@@ -71,9 +78,11 @@ def read_header(path: Path) -> dict[str, Any]:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
         encoded = file.read(length) if length <= size_bytes else b""
     try:
-        header: dict[str, Any] = json.loads(encoded)
+        header = json.loads(encoded)
     except ValueError as error:
         raise InvalidInputError("model", str(path), "a safetensors file") from error
+    if not isinstance(header, dict):
+        raise InvalidInputError("model", str(path), "a safetensors file")
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     if size_bytes != 8 + length + max(ends, default=0):
         accepted = f"a whole safetensors file of {8 + length + max(ends, default=0)} bytes"
@@ -98,13 +107,34 @@ class WeightReader:
         self._directory = directory
         self._dtype = dtype
         self._device = device
-        self._paths = {
-            name: path for path in safetensors_paths(directory) for name in read_header(path)
-        }
+        self._paths: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for path in safetensors_paths(directory):
+            header = read_header(path)
+            header.pop("__metadata__", None)
+            self._paths |= dict.fromkeys(header, path)
+            self._shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
 
     def __contains__(self, name: str) -> bool:
         """Whether the files hold a tensor of this name."""
         return name in self._paths
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """See to it that a tensor is there, and is as large as the configuration says.
+
+        A slice of one that is larger would be read without complaint.
+
+        Raises:
+            InvalidInputError: The files hold no tensor of this name, or one of another shape.
+        """
+        if name not in self._paths:
+            accepted = f"a directory whose weights include {name}"
+            raise InvalidInputError("model", str(self._directory), accepted)
+        if self._shapes[name] != shape:
+            accepted = f"weights as config.json tells: {name} of shape {shape}"
+            raise InvalidInputError(
+                "model", str(self._directory), f"{accepted}, not {self._shapes[name]}"
+            )
 
     def read(
         self, name: str, rows: range | None = None, columns: range | None = None

@@ -29,10 +29,6 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     fingerprint: bytes
 
-    def block_size_bytes(self, block_size: int, num_kv_heads: int, itemsize: int) -> int:
-        """Bytes of one block on a rank that holds `num_kv_heads` heads of `itemsize`-byte KV."""
-        return self.num_layers * 2 * num_kv_heads * block_size * self.head_dim * itemsize
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FingerprintConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, assert_never
 
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.model.json_files import read_json_object
 from rayserve_paged.model.spec import FingerprintSource, LlamaSource, ModelSource
 
 
@@ -16,8 +17,14 @@ class Tokenizer(Protocol):
     vocab_size: int
     """Ids run from 0 to vocab_size - 1."""
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens are recognised where written out, and none is added."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Ids of a text; special tokens are recognised where written out.
+
+        Args:
+            text: Any text.
+            add_special_tokens: Put those around it that the model was taught to expect, such as a
+                beginning-of-sequence token. A chat template writes them out itself.
+        """
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -57,9 +64,9 @@ class FileTokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise InvalidInputError("model", str(directory), "a directory with a tokenizer.json")
-        text = path.read_text(encoding="utf-8")
         # The library raises no narrower class.
         try:
+            text = path.read_text(encoding="utf-8")
             self._backend = Backend.from_str(text)
         except Exception as error:
             raise InvalidInputError("model", str(path), f"a tokenizer ({error})") from error
@@ -75,9 +82,9 @@ class FileTokenizer:
         self._bytes: dict[int, bytes] = {}
         self._template = _ChatTemplate(directory)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens are recognised where written out, and none is added."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """As `Tokenizer.encode`."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -120,8 +127,8 @@ class ByteTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
-    def encode(self, text: str) -> list[int]:
-        """The bytes of the text."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The bytes of the text; there are no special tokens."""
         return list(text.encode())
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -159,7 +166,7 @@ class _ChatTemplate:
 
     def __init__(self, directory: Path) -> None:
         path = directory / "tokenizer_config.json"
-        self._config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        self._config = read_json_object(path) if path.is_file() else {}
         file = directory / "chat_template.jinja"
         template = file.read_text() if file.is_file() else self._config.get("chat_template")
         if isinstance(template, list):

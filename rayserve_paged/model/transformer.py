@@ -12,6 +12,7 @@ from torch import nn
 
 from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
 from rayserve_kernels.layout import KVLayout, KVPool
+from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.model.parallel import Collectives, HeadShare, deal, deal_heads
 from rayserve_paged.model.safetensors_files import WeightReader
 from rayserve_paged.model.sharded_layers import ColumnLinear, RowLinear, VocabEmbedding
@@ -35,7 +36,8 @@ class ShardedTransformer:
         device: Where weights and activations live.
 
     Raises:
-        InvalidInputError: The heads cannot be dealt over so many ranks, or a weight is missing.
+        InvalidInputError: The heads cannot be dealt over so many ranks, or a weight is missing or
+            not of the shape that the configuration tells.
     """
 
     def __init__(
@@ -142,6 +144,8 @@ class _ShardBuilder:
 
     def build(self, source: LlamaSource, device: torch.device) -> tuple[nn.Module, tuple[int, ...]]:
         """The model, and the number of vocabulary rows of each rank."""
+        from huggingface_hub.errors import StrictDataclassError
+
         # The module is imported by its own path: it loads in half the time of the top level.
         from transformers.masking_utils import AttentionMaskInterface
         from transformers.modeling_utils import AttentionInterface
@@ -150,12 +154,20 @@ class _ShardBuilder:
 
         AttentionInterface.register(_ATTENTION, _attend)
         AttentionMaskInterface.register(_ATTENTION, _no_mask)
-        config: LlamaConfig = LlamaConfig.from_pretrained(source.directory)
-        config._attn_implementation = _ATTENTION
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        # Its frequencies are no weights, so nothing would fill those made on meta.
-        model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
+        try:
+            config: LlamaConfig = LlamaConfig.from_pretrained(source.directory)
+            config._attn_implementation = _ATTENTION
+            with torch.device("meta"):
+                model = LlamaForCausalLM(config)
+            # Its frequencies are no weights, so nothing would fill those made on meta.
+            model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
+        # The latter for an activation or a rotary embedding that nobody knows.
+        except (StrictDataclassError, KeyError) as error:
+            accepted = f"a config.json that transformers takes ({' '.join(str(error).split())})"
+            raise InvalidInputError("model", str(source.directory), accepted) from error
+        for name, parameter in model.named_parameters():
+            if name != "lm_head.weight" or not config.tie_word_embeddings:
+                self._reader.check(name, tuple(parameter.shape))
         vocab = deal(config.vocab_size, self._collectives.world_size)
         self._fill(model, config, vocab[self._collectives.rank])
         assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

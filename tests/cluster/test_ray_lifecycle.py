@@ -151,4 +151,4 @@ def test_the_end_of_a_local_cluster_leaves_no_process_and_no_segment(then: str) 
     assert driver.wait() == (0 if then == "shutdown" else -signal.SIGKILL)
     # Ray's own agents of a node try for a minute to report that it died.
     wait_for(lambda: not any(map(is_running, pids)), "the end of all processes")
-    assert shared_memory() <= segments
+    wait_for(lambda: shared_memory() <= segments, "the end of all segments")

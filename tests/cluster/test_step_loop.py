@@ -278,6 +278,7 @@ def test_an_unexpected_error_fences_the_replica_and_never_hangs_a_consumer(start
     stage.host.post(request("a"))
     tokens, last = stage.read_to_end("a")["a"]
     assert (tokens, last.finish, last.error) == ([3, 4], FinishReason.ERROR, "MemoryError: no room")
+    wait_for(stage.executor.aborted)  # After the polls were answered.
     assert stage.executor.abort_reasons == ["MemoryError: no room"]
 
 
@@ -310,6 +311,7 @@ def test_a_state_machine_that_cannot_be_fenced_is_reported_lost(start: Start) ->
         pending.result(_LONG_S)
     with pytest.raises(ReplicaLostError, match="LedgerError: a block is lost"):
         stage.host.accounting().result(_LONG_S)
+    stage.host.stop("the step thread has ended by itself")
     assert stage.reports == [
         LoseReplica(ReplicaId("r0"), Incarnation(2), "LedgerError: a block is lost")
     ]
@@ -326,7 +328,8 @@ def test_stop_while_idle_lets_the_other_ranks_go_in_order(start: Start) -> None:
         stage.poll()
 
 
-def test_stop_breaks_a_step_that_does_not_end_and_fails_what_waits(start: Start) -> None:
+def hanging_executor() -> tuple[CountingExecutor, threading.Event]:
+    """An executor whose steps end when they are aborted, and what is set inside a step."""
     executor, inside = CountingExecutor(), threading.Event()
 
     def hang(_plan: StepPlan) -> None:
@@ -335,6 +338,11 @@ def test_stop_breaks_a_step_that_does_not_end_and_fails_what_waits(start: Start)
         raise GroupBrokenError(0, executor.abort_reasons[0])
 
     executor.on_execute = hang
+    return executor, inside
+
+
+def test_stop_breaks_a_step_that_does_not_end_and_fails_what_waits(start: Start) -> None:
+    executor, inside = hanging_executor()
     stage = start(executor)
     pending = stage.host.poll(PollTokens(CONSUMER, 1, 0))
     stage.host.post(request("a"))
@@ -347,14 +355,7 @@ def test_stop_breaks_a_step_that_does_not_end_and_fails_what_waits(start: Start)
 
 
 def test_a_fence_from_outside_breaks_a_step_that_does_not_end(start: Start) -> None:
-    executor, inside = CountingExecutor(), threading.Event()
-
-    def hang(_plan: StepPlan) -> None:
-        inside.set()
-        wait_for(executor.aborted)
-        raise GroupBrokenError(0, executor.abort_reasons[0])
-
-    executor.on_execute = hang
+    executor, inside = hanging_executor()
     stage = start(executor)
     stage.host.post(request("a"))
     wait_for(inside)

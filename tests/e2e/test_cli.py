@@ -157,6 +157,7 @@ def test_lines_of_a_file_bring_their_own_parameters(run: Run, tmp_path: Path) ->
         ('{"max_tokens": 5}', "exactly one of prompt, messages"),
         ('{"prompt": 5}', "prompt=5 is not accepted"),
         ('{"prompt": "x"', "a JSON object (Expecting"),
+        ("[" * 100_000, "a JSON object (maximum recursion depth"),
         ("[1, 2]", "a JSON object"),
         ('{"prompt_token_ids": "12"}', "expected a list"),
         ('{"prompt_token_ids": [5, 1000]}', "prompt_token_ids=1000 is not accepted"),

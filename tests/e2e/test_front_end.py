@@ -157,12 +157,17 @@ def test_a_request_after_the_last_replica_is_lost_is_refused_with_the_reason(
     run(shell, test)
 
 
-def test_a_poll_that_breaks_in_an_unforeseen_way_ends_its_requests(shell: CountingShell) -> None:
+def test_a_poll_that_breaks_in_an_unforeseen_way_ends_its_requests_and_no_later_ones(
+    shell: CountingShell,
+) -> None:
     async def test(front_end: FrontEnd) -> None:
         shell.poll_error = OSError("cable cut")
         (output,) = await front_end.complete([front_end.prepare("x", GREEDY)])
         assert output.error == "its poll failed (OSError: cable cut)"
         shell.poll_error = None
+        await until_nothing_is_held(front_end)
+        (output,) = await front_end.complete([front_end.prepare("x", GREEDY)])
+        assert output.error is None
 
     run(shell, test)
 

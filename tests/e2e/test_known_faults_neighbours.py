@@ -94,10 +94,10 @@ class PoisonedTokenizer(ByteTokenizer):
     poisoned_text: str | None = None
     poisoned_token: int | None = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if text == self.poisoned_text:
             raise ValueError("poisoned text")
-        return super().encode(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         if token_id == self.poisoned_token:

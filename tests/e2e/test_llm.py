@@ -352,6 +352,17 @@ def test_closing_ends_what_runs_with_an_error() -> None:
         asyncio.run(read())
 
 
+def test_a_stream_may_be_closed_after_its_llm() -> None:
+    llm = LLM("fingerprint", shell="inprocess", num_blocks=256)
+
+    async def close_both() -> None:
+        async with contextlib.aclosing(llm.stream("x", SamplingParams(max_tokens=4000))) as chunks:
+            await anext(chunks)
+            await asyncio.to_thread(llm.close)
+
+    asyncio.run(close_both())
+
+
 def test_a_config_and_a_field_of_it_are_not_given_together() -> None:
     config = DeploymentConfig(model=ModelConfig(model="fingerprint"))
     with pytest.raises(InvalidInputError, match=r"cache\.block_size=4"):

@@ -1,4 +1,4 @@
-"""The worked example prints the figures of the text."""
+"""The worked example prints the figures of its tables."""
 
 import runpy
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "paged_attention_reference.py"
 
 
-def test_the_worked_example_prints_the_figures_of_the_text(
+def test_the_worked_example_prints_the_figures_of_its_tables(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -75,7 +75,7 @@ def test_a_lost_rank_ends_its_requests_with_an_error_that_names_it(
         assert isinstance(answer.error, NoReplicaError)
         assert f"rank {rank}" in str(answer.error)
     assert holdings(name) == []
-    assert shared_memory() <= segments
+    wait_for(lambda: shared_memory() <= segments, "the end of all segments")
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ def test_smollm2_is_found_in_its_package_and_described(smollm2: LlamaSource) -> 
     spec = smollm2.spec
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (30, 9, 3, 64)
     assert (spec.vocab_size, spec.max_model_len, spec.eos_token_ids) == (49152, 8192, (2,))
-    assert spec.block_size_bytes(16, 3, 4) == 30 * 2 * 3 * 16 * 64 * 4
     config = json.loads((smollm2.directory / "config.json").read_text())
     assert config["rms_norm_eps"] == 1e-05
     assert config["tie_word_embeddings"] is True
@@ -79,6 +78,10 @@ def broken(directory: Path, **changes: object) -> str:
         ({"model_type": None}, "Llama model, not of None"),
         ({"hidden_size": None, "head_dim": None}, "has hidden_size"),
         ({"num_hidden_layers": "2"}, "has num_hidden_layers"),
+        ({"num_hidden_layers": True}, "has num_hidden_layers"),
+        ({"num_key_value_heads": 0}, "has num_key_value_heads"),
+        ({"num_key_value_heads": "3"}, "has num_key_value_heads"),
+        ({"head_dim": "8"}, "has head_dim"),
         ({"num_key_value_heads": 4}, "6 query heads are a multiple of its KV heads, not of 4"),
         ({"quantization_config": {"bits": 4}}, "not quantised"),
     ],
@@ -125,11 +128,45 @@ def test_a_file_that_is_cut_off_or_missing_from_the_index_is_refused(
 
 def test_files_with_foreign_content_are_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
     directory = make_llama()
-    (directory / "model.safetensors").write_bytes(b"no tensors at all")
-    with pytest.raises(InvalidInputError, match="a safetensors file"):
+    for content in (b"no tensors at all", b"\x02\0\0\0\0\0\0\0[]"):
+        (directory / "model.safetensors").write_bytes(content)
+        with pytest.raises(InvalidInputError, match="a safetensors file"):
+            resolve_model(str(directory), tmp_path)
+    (directory / "tokenizer.json").write_bytes(b"\xff")
+    with pytest.raises(InvalidInputError, match=r"a safetensors file|a tokenizer"):
         resolve_model(str(directory), tmp_path)
-    (directory / "config.json").write_text("{")
-    with pytest.raises(InvalidInputError, match=r"config\.json of a Llama model"):
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        "tokenizer_config.json",
+    ],
+)
+@pytest.mark.parametrize(
+    ("content", "accepted"),
+    [
+        (b"{", r"a JSON file \(Expecting"),
+        (b"\xff", r"a JSON file \('utf-8' codec"),
+        (b"[1]", "a JSON file that holds an object"),
+    ],
+)
+def test_a_file_that_holds_no_json_object_is_named(
+    make_llama: MakeLlama, tmp_path: Path, name: str, content: bytes, accepted: str
+) -> None:
+    directory = make_llama()
+    (directory / name).write_bytes(content)
+    with pytest.raises(InvalidInputError, match=f"{name}' is not accepted: expected {accepted}"):
+        resolve_model(str(directory), tmp_path)
+
+
+def test_an_index_without_a_weight_map_is_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
+    directory = make_llama()
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(InvalidInputError, match="an index with a weight_map"):
         resolve_model(str(directory), tmp_path)
 
 

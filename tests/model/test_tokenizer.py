@@ -46,6 +46,28 @@ def test_special_tokens_are_recognised_in_a_prompt_and_silent_in_an_output(
     assert tokenizer.vocab_size == 49152
 
 
+def test_special_tokens_around_a_text_are_added_where_asked_for(
+    smollm2: LlamaSource, tmp_path: Path
+) -> None:
+    settings = json.loads((smollm2.directory / "tokenizer.json").read_text())
+    settings["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {
+            "<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}
+        },
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    tokenizer = FileTokenizer(tmp_path)
+    text = tokenizer.encode("The")
+    assert 1 not in text
+    assert tokenizer.encode("The", add_special_tokens=True) == [1, *text]
+
+
 def test_outputs_decode_as_the_library_decodes_them(
     tokenizer: FileTokenizer, smollm2: LlamaSource, golden: dict[str, Any]
 ) -> None:

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,6 @@ def test_b68_outputs_equal_those_of_one_rank_and_bytes_follow_the_heads(
         assert gang.greedy(prompts, 6) == expected
         for model, num_held in zip(gang.models, held, strict=True):
             assert model.kv_layout(16).block_bytes == num_held * head_bytes
-            assert model.spec.block_size_bytes(16, num_held, 4) == num_held * head_bytes
 
 
 def test_b68_a_width_that_the_heads_do_not_allow_is_refused_before_weights_are_read(
@@ -203,6 +203,34 @@ def test_a_missing_weight_is_named(make_llama: MakeLlama, tmp_path: Path) -> Non
     source = resolve_model(str(directory), tmp_path)
     with pytest.raises(InvalidInputError, match=r"include model\.layers\.1\.mlp\.up_proj\.weight"):
         build_model(source, "fp32", SoloCollectives(), TorchBackend())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "accepted"),
+    [
+        # With these a part of each weight would be read, and a part of the model would answer.
+        ("intermediate_size", 40, r"gate_proj.weight of shape \(40, 48\), not \(50, 48\)"),
+        ("vocab_size", 90, r"embed_tokens.weight of shape \(90, 48\), not \(101, 48\)"),
+        ("num_attention_heads", 3, r"q_proj.weight of shape \(24, 48\), not \(48, 48\)"),
+        ("hidden_size", 60, r"embed_tokens.weight of shape \(101, 60\), not \(101, 48\)"),
+        ("num_hidden_layers", 3, r"weights include model\.layers\.2\."),
+        ("mlp_bias", True, r"weights include model\.layers\.0\.mlp\.gate_proj\.bias"),
+        ("hidden_act", "nonsense", r"that transformers takes \('nonsense'\)"),
+        ("hidden_size", 64, "that transformers takes .* not a multiple"),
+    ],
+)
+def test_weights_that_the_configuration_does_not_describe_are_refused(
+    make_llama: MakeLlama,
+    make_gang: MakeGang,
+    setting: str,
+    value: object,
+    accepted: str,
+) -> None:
+    directory = make_llama()
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {setting: value}))
+    with pytest.raises(InvalidInputError, match=accepted):
+        gang_of(make_gang, directory, 1)
 
 
 def test_weights_split_over_files_are_found_through_the_index(
