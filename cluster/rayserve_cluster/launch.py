@@ -8,7 +8,7 @@ import time
 from typing import Any, Final
 
 import ray
-from ray._private import ray_constants, services
+from ray._private import auto_init_hook, ray_constants, services
 from ray._private import worker as ray_worker
 
 from rayserve_cluster.placement import (
@@ -56,6 +56,8 @@ def connect(deployment: str, address: str | None) -> Connection:
     if ray.is_initialized():
         return Connection(started_cluster=False, connected=False)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A call after somebody's `ray.shutdown()` would start a cluster of its own to make it on.
+    auto_init_hook.enable_auto_connect = False
     _keep_off_standard_output()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:

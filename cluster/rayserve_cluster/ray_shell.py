@@ -138,6 +138,8 @@ class RayShell:
     def _renew_lease(self) -> None:
         period_s = self._config.timeouts.deployment_lease_s / _RENEWALS_PER_LEASE
         while not self._shut_down.wait(period_s):
+            if not ray.is_initialized():
+                return  # Somebody disconnected this process; a submission says so.
             try:
                 ray.get(self._controller.renew_lease.remote(), timeout=period_s)
             except GetTimeoutError:
@@ -155,8 +157,10 @@ class RayShell:
         """Hand in a request. Idempotent by (request_id, attempt).
 
         Raises:
-            DeploymentError: The controller is gone.
+            DeploymentError: The controller is gone, or this process was disconnected.
         """
+        if not ray.is_initialized():
+            raise DeploymentError(self._config.name, "this process has left its Ray cluster")
         answer: Placed | Rejected = await self._ask(self._controller.submit.remote(message))
         return answer
 
@@ -256,14 +260,18 @@ class RayShell:
             return
         self._shut_down.set()
         self._renewer.join()
-        if self._created and not self._config.keep_alive:
+        if self._may_end():
             with contextlib.suppress(RayError, GetTimeoutError):
                 ray.get(self._controller.end.remote("shut down"), timeout=_END_TIMEOUT_S)
         self._remove()
 
+    def _may_end(self) -> bool:
+        # Once disconnected, the lease does it.
+        return self._created and not self._config.keep_alive and ray.is_initialized()
+
     def _remove(self) -> None:
         try:
-            if self._created and not self._config.keep_alive:
+            if self._may_end():
                 remove_deployment(self._config.name)
         finally:
             disconnect(self._connection)

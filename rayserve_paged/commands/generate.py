@@ -127,8 +127,6 @@ def generate(
         "parallel.tensor_parallel_size": tp,
         "parallel.num_replicas": replicas,
     }
-    if model is None and config is None:
-        raise InvalidInputError("--model", None, "a model, here or in the file of --config")
     given = {field: value for field, value in sampling.items() if value is not None}
     entries = _entries(prompt or [], prompts, given)
     settings = _settings(config, flags)
@@ -156,4 +154,10 @@ def _entries(
 def _settings(path: Path | None, flags: Mapping[str, object]) -> "DeploymentConfig":
     from rayserve_paged.load_config import load_config
 
-    return load_config(path, flags)
+    try:
+        return load_config(path, flags)
+    except InvalidInputError as error:
+        if error.field != "model.model" or error.value is not None:
+            raise
+        accepted = "a model, here, in the file of --config or in RAYSERVE_MODEL__MODEL"
+        raise InvalidInputError("--model", None, accepted) from error

@@ -152,3 +152,33 @@ def test_the_end_of_a_local_cluster_leaves_no_process_and_no_segment(then: str) 
     # Ray's own agents of a node try for a minute to report that it died.
     wait_for(lambda: not any(map(is_running, pids)), "the end of all processes")
     wait_for(lambda: shared_memory() <= segments, "the end of all segments")
+
+
+DISCONNECTED = """
+import asyncio
+import ray
+from ray_harness import deployment_config, request
+from rayserve_cluster.ray_shell import RayShell
+from rayserve_paged.core.errors import DeploymentError
+from rayserve_paged.core.messages import SubmitRequest
+
+shell = RayShell(deployment_config("alone"))
+ray.shutdown()
+try:
+    asyncio.run(shell.submit(SubmitRequest(request("q", [1, 2, 3], 8))))
+except DeploymentError as error:
+    print(error)
+shell.shutdown()
+print(ray.is_initialized())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_was_disconnected_hears_it_and_starts_no_other_cluster() -> None:
+    command = [sys.executable, "-c", DISCONNECTED]
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == [
+        "deployment 'alone': this process has left its Ray cluster",
+        "False",
+    ]
+    assert "Traceback" not in ended.stderr

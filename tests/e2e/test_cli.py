@@ -240,6 +240,13 @@ def test_a_model_must_be_named(run: Run) -> None:
     assert "--model=None" in refusal(run("generate", "--prompt", "x"))
 
 
+def test_a_model_may_be_named_by_the_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYSERVE_MODEL__MODEL", "fingerprint")
+    command = ("generate", "--shell", "inprocess", "--num-blocks", "8", "--json")
+    (row,) = run(*command, "--prompt", "x", "--temperature", "0").rows
+    assert row["token_ids"] == greedy("x", 16)
+
+
 def test_a_misspelt_option_is_a_usage_error(run: Run) -> None:
     ended = run(*FINGERPRINT, "--promt", "x")
     assert ended.status == 2

@@ -2,13 +2,18 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from rayserve_paged.core.config import CacheConfig, DeploymentConfig, ModelConfig, TimeoutConfig
-from rayserve_paged.core.errors import DeploymentError, NoReplicaError, RequestFailedError
+from rayserve_paged.core.errors import (
+    DeploymentError,
+    InvalidInputError,
+    NoReplicaError,
+    RequestFailedError,
+)
 from rayserve_paged.core.ids import ConsumerId, Incarnation, ReplicaId
 from rayserve_paged.core.messages import (
     Delivery,
@@ -20,7 +25,7 @@ from rayserve_paged.core.messages import (
     SubmitRequest,
 )
 from rayserve_paged.core.request import FinishReason, SamplingParams
-from rayserve_paged.front_end import FrontEnd
+from rayserve_paged.front_end import FrontEnd, Prompt
 from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.fingerprint import oracle
 from rayserve_paged.model.tokenizer import ByteTokenizer
@@ -97,6 +102,29 @@ def run(shell: InProcessShell, test: Callable[[FrontEnd], Coroutine[Any, Any, No
             await front_end.close()
 
     asyncio.run(with_front_end())
+
+
+class OpeningTokenizer(ByteTokenizer):
+    """Of a model that was taught a beginning-of-sequence token."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [256] * add_special_tokens + super().encode(text)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return "hi"
+
+
+def test_special_tokens_are_added_to_a_text_and_to_nothing_else(shell: CountingShell) -> None:
+    front_end = FrontEnd(shell, OpeningTokenizer(1000))
+
+    def ids(prompt: Prompt) -> tuple[int, ...]:
+        return front_end.prepare(prompt, GREEDY).request.prompt_token_ids
+
+    assert ids("hi") == (256, *b"hi")
+    assert ids({"messages": [{"role": "user", "content": "hello"}]}) == (*b"hi",)
+    assert ids([104, 105]) == (*b"hi",)
+    with pytest.raises(InvalidInputError, match="at least one token"):
+        ids("")
 
 
 async def until_nothing_is_held(front_end: FrontEnd) -> None:

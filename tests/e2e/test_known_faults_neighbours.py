@@ -1,6 +1,7 @@
 """Faults of other engines in which one request disturbs others, tried through `LLM`."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
@@ -209,9 +210,11 @@ def test_b93_an_error_of_whoever_takes_an_output_fails_one_request_alone(llm: LL
     def take(output: object) -> None:
         raise ValueError("poisoned reader")
 
-    with pytest.raises(ValueError, match="poisoned reader"):
-        llm.generate("bad request", GREEDY, on_output=take)
-    outputs = llm.generate(GOOD, LONG)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        good = pool.submit(llm.generate, GOOD, LONG)
+        with pytest.raises(ValueError, match="poisoned reader"):
+            llm.generate("bad request", GREEDY, on_output=take)
+        outputs = good.result()
     assert [output.token_ids for output in outputs] == [greedy(prompt, 30) for prompt in GOOD]
     assert num_unused_blocks(llm) == 256
 

@@ -128,13 +128,14 @@ def test_a_file_that_is_cut_off_or_missing_from_the_index_is_refused(
 
 def test_files_with_foreign_content_are_refused(make_llama: MakeLlama, tmp_path: Path) -> None:
     directory = make_llama()
+    (directory / "tokenizer.json").write_bytes(b"\xff")
+    with pytest.raises(InvalidInputError, match=r"a tokenizer \('utf-8' codec"):
+        resolve_model(str(directory), tmp_path)
+    directory = make_llama()
     for content in (b"no tensors at all", b"\x02\0\0\0\0\0\0\0[]"):
         (directory / "model.safetensors").write_bytes(content)
         with pytest.raises(InvalidInputError, match="a safetensors file"):
             resolve_model(str(directory), tmp_path)
-    (directory / "tokenizer.json").write_bytes(b"\xff")
-    with pytest.raises(InvalidInputError, match=r"a safetensors file|a tokenizer"):
-        resolve_model(str(directory), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,12 @@ def test_what_a_template_refuses_or_may_not_do_is_an_input_error(
         templated(template).apply_chat_template(MESSAGES)
 
 
+def test_b84_a_chat_with_empty_content_is_a_prompt_all_the_same(tokenizer: FileTokenizer) -> None:
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": ""}])
+    assert prompt.endswith("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n")
+    assert len(tokenizer.encode(prompt)) > 0
+
+
 @pytest.mark.parametrize("messages", [[], "hi", [{"role": "user"}], [{"role": 1, "content": ""}]])
 def test_malformed_messages_are_refused(
     tokenizer: FileTokenizer, messages: list[dict[str, str]]
