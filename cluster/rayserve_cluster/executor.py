@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Protocol
+
+import numpy as np
 
 from rayserve_cluster.model_runner import ModelRunner
 from rayserve_cluster.plan_codec import decode_plan, encode_plan
 from rayserve_cluster.tp_group import GroupBrokenError, TpGroup
-from rayserve_paged.core.messages import StepPlan, StepResult
+from rayserve_paged.core.messages import IntArray, StepPlan, StepResult
+from rayserve_paged.core.plan_steps import SampleMemory
 
 
 class Executor(Protocol):
     """Runs one plan at a time. One thread makes the calls; `abort` comes from any."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, interrupted: Callable[[], bool]) -> StepResult:
         """Run a plan on every rank and choose the new tokens.
+
+        Args:
+            plan: The plan.
+            interrupted: Looked at after each step of a plan of several: True to stop there.
 
         Raises:
             GroupBrokenError: The ranks cannot be trusted any more.
@@ -52,14 +61,26 @@ class RankZeroExecutor:
         assert group.rank == 0
         self._group = group
         self._runner = runner
+        self._memory = SampleMemory(runner.max_num_seqs)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, interrupted: Callable[[], bool]) -> StepResult:
         """As `Executor.execute`."""
+        step = self._memory.first_step(plan)
+        token_ids: list[IntArray] = []
+        while True:
+            result = self._run(step)
+            token_ids.append(result.token_ids[0])
+            self._memory.note(step, token_ids[-1])
+            if result.errors or len(token_ids) == plan.num_steps or interrupted():
+                return dataclasses.replace(result, token_ids=np.stack(token_ids))
+            step = self._memory.next_step(step, token_ids[-1])
+
+    def _run(self, step: StepPlan) -> StepResult:
         if self._group.world_size > 1:
-            self._group.send_plan(encode_plan(plan))
-        logits = self._runner.run(plan)
+            self._group.send_plan(encode_plan(step))
+        logits = self._runner.run(step)
         assert logits is not None, "rank 0 has the logits"
-        return self._runner.sample(plan, logits)
+        return self._runner.sample(step, logits)
 
     def heartbeat(self) -> None:
         """As `Executor.heartbeat`."""

@@ -8,12 +8,15 @@ import numpy as np
 import torch
 
 from rayserve_kernels.attention import AttentionMetadata
+from rayserve_kernels.block_copy import copy_blocks
 from rayserve_kernels.layout import KVPool
 from rayserve_paged.core.messages import IntArray, StepPlan, StepResult, TokenLogprobs
 from rayserve_paged.core.request import SamplingParams
 from rayserve_paged.model.build import StepModel
-from rayserve_paged.model.sampler import Sampler, SamplingRow
+from rayserve_paged.model.sampler import Sampler
+from rayserve_paged.model.sampling_row import LogitEdits, SamplingRow
 from rayserve_paged.model.step_batch import StepBatch
+from rayserve_paged.model.token_counts import TokenCounts
 
 # What a choice for one row can raise. Whatever else is raised is no fault of a row.
 _ROW_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
@@ -42,6 +45,7 @@ class ModelRunner:
         self.model = model
         self.pool = pool
         self._sampler = Sampler() if sampler is None else sampler
+        self.max_num_seqs = max_num_seqs
         self._block_size = pool.layout.block_size
         width = min(-(-max_model_len // self._block_size), pool.num_blocks)
         # By row. Entries of a table beyond its length are left over from earlier sequences.
@@ -49,6 +53,9 @@ class ModelRunner:
         self._table_lens = np.zeros(max_num_seqs, np.int32)
         self._num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self._params: list[SamplingParams | None] = [None] * max_num_seqs
+        self._edits: list[LogitEdits | None] = [None] * max_num_seqs
+        # Of the rows with penalties; on rank 0 alone.
+        self._counts: dict[int, TokenCounts] = {}
         self._history = hashlib.blake2b(digest_size=16)
 
     @property
@@ -59,8 +66,12 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> torch.Tensor | None:
         """Apply a plan's differences and compute its tokens.
 
+        Args:
+            plan: A single step in which every token is known.
+
         Returns:
-            On rank 0 the logits, fp32 [num_samples, vocab_size]; None on other ranks.
+            On rank 0 the logits of each row that samples, fp32 [num_sampling, vocab_size]; None
+            on other ranks.
 
         Raises:
             GroupBrokenError: A collective of the model failed.
@@ -79,18 +90,41 @@ class ModelRunner:
             plan: The plan that was run.
             logits: What `run` returned.
         """
-        rows = plan.rows[plan.samples]
-        positions = plan.num_computed + plan.num_tokens - self._num_prompt_tokens[plan.rows]
+        self._count(plan)
+        indices = plan.sample_indices
+        rows = plan.rows[indices]
+        lengths = (plan.num_computed + plan.num_tokens)[indices]
+        positions = lengths - self._num_prompt_tokens[rows]
         sampling_rows = []
-        for row, position in zip(rows.tolist(), positions[plan.samples].tolist(), strict=True):
+        for row, position, sibling in zip(
+            rows.tolist(), positions.tolist(), plan.sample_siblings.tolist(), strict=True
+        ):
             params = self._params[row]
             assert params is not None, "a row is started before it samples"
-            sampling_rows.append(SamplingRow(params, position, self.model.spec.eos_token_ids))
+            eos = self.model.spec.eos_token_ids
+            counts, edits = self._counts.get(row), self._edits[row]
+            sampling_rows.append(SamplingRow(params, position, eos, sibling, counts, edits))
+        if len(logits) < len(rows):
+            # Siblings that are about to be forked draw from the same logits.
+            sampling, each = np.unique(indices, return_inverse=True)
+            assert len(sampling) == len(logits)
+            logits = logits[torch.from_numpy(each).to(logits.device)]
         try:
             token_ids, logprobs, errors = self._sampler.sample(logits, sampling_rows)
         except _ROW_ERRORS:
             token_ids, logprobs, errors = self._sample_each(logits, sampling_rows)
-        return StepResult(plan.step_id, token_ids, logprobs, errors)
+        return StepResult(plan.step_id, token_ids[None], logprobs, errors)
+
+    def _count(self, plan: StepPlan) -> None:
+        """Count what a step computed beyond the history that its rows started with."""
+        if not self._counts:
+            return
+        ends = np.cumsum(plan.num_tokens)
+        fields = (plan.rows, plan.num_computed, ends - plan.num_tokens, ends)
+        for row, position, first, end in zip(*(field.tolist() for field in fields), strict=True):
+            counts = self._counts.get(row)
+            if counts is not None:
+                counts.extend(position, plan.token_ids[first:end])
 
     def _sample_each(
         self, logits: torch.Tensor, rows: list[SamplingRow]
@@ -113,12 +147,19 @@ class ModelRunner:
         return token_ids, logprobs, errors
 
     def _apply(self, plan: StepPlan) -> None:
-        """Bring the rows up to date: starts first, then the appended blocks."""
+        """Bring the rows up to date: starts, then the appended blocks; then copy blocks."""
+        if len(plan.copies):
+            # Whole blocks: what lies beyond the slots asked for is read by nobody.
+            copy_blocks(self.pool, plan.copies[:, 0].tolist(), plan.copies[:, 1].tolist())
         for start in plan.starts:
             row, num_blocks = start.row, len(start.block_ids)
             self._tables[row, :num_blocks] = start.block_ids
             self._table_lens[row] = num_blocks
             self._params[row] = start.params
+            self._edits[row] = LogitEdits.of(start.params, self.model.spec.eos_token_ids)
+            self._counts.pop(row, None)
+            if start.history is not None:
+                self._counts[row] = TokenCounts(start.history, start.num_prompt_tokens)
             self._num_prompt_tokens[row] = start.num_prompt_tokens
         if not len(plan.append_rows):
             return
@@ -151,5 +192,5 @@ class ModelRunner:
             token_ids=torch.from_numpy(plan.token_ids.astype(np.int64)).to(device),
             positions=torch.from_numpy(positions).to(device),
             metadata=metadata,
-            logits_rows=torch.from_numpy(ends[plan.samples] - 1).to(device),
+            logits_rows=torch.from_numpy(ends[np.unique(plan.sample_indices)] - 1).to(device),
         )

@@ -2,10 +2,11 @@
 
     header    step id (low, high), and how many of each that follows
     starts    row, num_computed, num_prompt_tokens, number of blocks: one field after another
-    arrays    blocks of the starts, append_rows, append_blocks, rows, num_computed, num_tokens,
-              samples, token_ids
+    arrays    blocks of the starts, append_rows, append_blocks, copies, rows, num_computed,
+              num_tokens, token_ids, sample_indices, sample_siblings
 
-Sampling parameters stay on rank 0, which alone samples.
+A plan here is one step in which every token is known (`core.plan_steps`). Sampling parameters
+stay on rank 0, which alone samples.
 """
 
 import itertools
@@ -21,20 +22,24 @@ FOLLOWER_PARAMS = SamplingParams(temperature=0.0)
 """What a decoded plan holds in place of sampling parameters."""
 
 _INT32 = np.dtype("<i4")
-_HEADER_FIELDS = 7
+_HEADER_FIELDS = 9
 _START_FIELDS = 4
 
 
 def encode_plan(plan: StepPlan) -> bytes:
     """Return a plan, without its sampling parameters, as bytes for the other ranks."""
+    assert plan.num_steps == 1, "ranks are given single steps"
+    assert not len(plan.late), "ranks are given every token"
     header = [
         plan.step_id & 0xFFFFFFFF,
         plan.step_id >> 32,
         len(plan.starts),
         sum(len(start.block_ids) for start in plan.starts),
         len(plan.append_rows),
+        len(plan.copies),
         len(plan.rows),
         len(plan.token_ids),
+        len(plan.sample_indices),
     ]
     starts = [
         (start.row, start.num_computed, start.num_prompt_tokens, len(start.block_ids))
@@ -46,11 +51,13 @@ def encode_plan(plan: StepPlan) -> bytes:
         *(start.block_ids for start in plan.starts),
         plan.append_rows,
         plan.append_blocks,
+        plan.copies.ravel(),
         plan.rows,
         plan.num_computed,
         plan.num_tokens,
-        plan.samples,
         plan.token_ids,
+        plan.sample_indices,
+        plan.sample_siblings,
     ]
     return np.concatenate(parts, dtype=_INT32, casting="unsafe").tobytes()
 
@@ -64,15 +71,17 @@ def decode_plan(payload: bytes) -> StepPlan:
     if len(payload) < 4 * _HEADER_FIELDS or len(payload) % 4:
         raise ValueError(f"{len(payload)} bytes are no step plan")
     fields = np.frombuffer(payload, _INT32)
-    low, high, num_starts, num_start_blocks, num_appends, num_rows, num_tokens = (
-        fields[:_HEADER_FIELDS].view(np.uint32).tolist()
-    )
+    header = fields[:_HEADER_FIELDS].view(np.uint32).tolist()
+    low, high, num_starts, num_start_blocks, num_appends, num_copies, *rest = header
+    num_rows, num_tokens, num_samples = rest
     sizes = (
         *(num_starts,) * _START_FIELDS,
         num_start_blocks,
         *(num_appends,) * 2,
-        *(num_rows,) * 4,
+        3 * num_copies,
+        *(num_rows,) * 3,
         num_tokens,
+        *(num_samples,) * 2,
     )
     if len(fields) != _HEADER_FIELDS + sum(sizes):
         raise ValueError(f"a step plan of {sum(sizes)} fields in {len(payload)} bytes")
@@ -88,11 +97,15 @@ def decode_plan(payload: bytes) -> StepPlan:
         ),
         append_rows=arrays[5],
         append_blocks=arrays[6],
-        rows=arrays[7],
-        num_computed=arrays[8],
-        num_tokens=arrays[9],
-        samples=arrays[10].astype(np.bool_),
+        copies=arrays[7].reshape(num_copies, 3),
+        rows=arrays[8],
+        num_computed=arrays[9],
+        num_tokens=arrays[10],
         token_ids=arrays[11],
+        late=np.zeros(0, np.int32),
+        sample_indices=arrays[12],
+        sample_siblings=arrays[13],
+        num_steps=1,
     )
 
 

@@ -103,6 +103,7 @@ def start_rank(
         num_blocks=num_blocks,
         block_size=layout.block_size,
         eos_token_ids=source.spec.eos_token_ids,
+        max_num_seqs=config.batch.max_num_seqs,
     )
     return Rank(group, runner, limits, _scope(config, source.spec, layout))
 

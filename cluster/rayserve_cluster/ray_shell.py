@@ -27,7 +27,9 @@ from rayserve_paged.core.messages import (
     PollTokens,
     Rejected,
     ReplicaLost,
+    StreamItem,
     SubmitRequest,
+    TokenRun,
 )
 from rayserve_paged.core.request import FinishReason, ModelLimits
 
@@ -224,14 +226,14 @@ class RayShell:
 
     async def _explained(self, delivery: Delivery) -> Delivery:
         """Name the rank that broke the group, where rank 0 only saw a connection break."""
-        if all(item.finish is not FinishReason.ERROR for item in delivery.items):
+        if not any(_failed(item) for item in delivery.items):
             return delivery
         reason = await self._why_lost(delivery.replica_id, delivery.incarnation)
         if reason is None:
             return delivery
         items = tuple(
             dataclasses.replace(item, error=f"{reason} ({item.error})")
-            if item.finish is FinishReason.ERROR and item.error != reason
+            if isinstance(item, StreamItem) and _failed(item) and item.error != reason
             else item
             for item in delivery.items
         )
@@ -275,3 +277,7 @@ class RayShell:
                 remove_deployment(self._config.name)
         finally:
             disconnect(self._connection)
+
+
+def _failed(item: StreamItem | TokenRun) -> bool:
+    return isinstance(item, StreamItem) and item.finish is FinishReason.ERROR

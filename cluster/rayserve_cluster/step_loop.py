@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar, assert_never
@@ -86,7 +87,7 @@ class ReplicaHost:
         # The step thread's own:
         self._polls: dict[tuple[ConsumerId, int], Future[Delivery]] = {}
         self._ledgers: list[Future[Accounting]] = []
-        self._plan: StepPlan | None = None
+        self._plans: deque[StepPlan] = deque()
         self._next_tick = 0.0
         self._next_heartbeat = 0.0
         self._release_group = True
@@ -187,7 +188,7 @@ class ReplicaHost:
         """Take in events and run steps until told to stop; return why."""
         while True:
             outcome: StepFinished | StepFailed | None = None
-            if self._plan is None:
+            if not self._plans:
                 going_on = self._wait()
             else:
                 outcome = self._run_step()
@@ -252,7 +253,7 @@ class ReplicaHost:
         for command in self._replica.handle(event, now):
             match command:
                 case RunStep(plan):
-                    self._plan = plan
+                    self._plans.append(plan)
                 case AnswerPoll(consumer_id, poll_id, delivery):
                     waiting = self._polls.pop((consumer_id, poll_id), None)
                     if waiting is not None:
@@ -262,17 +263,17 @@ class ReplicaHost:
                 case _:
                     assert_never(command)
         if self._replica.fenced is not None:
-            self._plan = None
+            self._plans.clear()
             if self._release_group:
                 # No step will run any more: the other ranks must not wait for one.
                 self._release_group = False
                 self._executor.abort(self._replica.fenced)
 
     def _run_step(self) -> StepFinished | StepFailed:
-        plan, self._plan = self._plan, None
-        assert plan is not None
+        plan = self._plans.popleft()
         try:
-            return StepFinished(self._executor.execute(plan))
+            result = self._executor.execute(plan, lambda: not self._inbox.empty())
+            return StepFinished(result)
         except GroupBrokenError as error:
             return StepFailed(plan.step_id, str(error))
 

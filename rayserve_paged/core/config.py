@@ -44,6 +44,10 @@ class BatchConfig(_Section):
     """Sequences that run at once."""
     max_num_batched_tokens: int = Field(default=512, ge=1)
     """Token budget of one step; a longer prompt is computed in chunks."""
+    pipeline_depth: int = Field(default=1, ge=1, le=2)
+    """Steps in flight: at 2 the next is planned while one runs."""
+    max_decode_steps: int = Field(default=1, ge=1, le=1024)
+    """Steps that one plan may run where nothing can come in between."""
 
 
 class ParallelConfig(_Section):

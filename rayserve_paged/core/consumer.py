@@ -13,7 +13,10 @@ from rayserve_paged.core.messages import (
     Placed,
     PollTokens,
     ReplicaLost,
+    StreamItem,
+    StreamName,
     TokenLogprobs,
+    TokenRun,
 )
 from rayserve_paged.core.request import FinishReason, Request
 
@@ -24,15 +27,17 @@ class StreamUpdate:
 
     Args:
         request_id: The request.
+        sibling: Which of its parallel samples.
         replica_id: Who serves it.
         token_ids: New output tokens.
         logprobs: One for each of them where asked for, else empty.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
-        finish: Set once, on the last update.
+        finish: Set once, on the last update of the sibling.
         error: Reason, where finish is ERROR or CANCELLED.
     """
 
     request_id: RequestId
+    sibling: int
     replica_id: ReplicaId
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -42,11 +47,29 @@ class StreamUpdate:
 
 
 @dataclasses.dataclass(slots=True)
-class _OpenRequest:
-    request: Request
-    placed: Placed | None = None
+class _Stream:
+    """What is accepted of one sibling."""
+
     num_tokens: int = 0
     num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class _OpenRequest:
+    request: Request
+    streams: dict[int, _Stream]
+    placed: Placed | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class _News:
+    """What a delivery brings for one stream, gathered over its items."""
+
+    stream: _Stream
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str | None = None
 
 
 class Consumer:
@@ -75,7 +98,8 @@ class Consumer:
 
     def open(self, request: Request) -> None:
         """Begin to own a request, before it is submitted."""
-        self._open[request.request_id] = _OpenRequest(request)
+        streams = {sibling: _Stream() for sibling in range(request.params.num_siblings)}
+        self._open[request.request_id] = _OpenRequest(request, streams)
 
     def abandon(self, request_id: RequestId) -> None:
         """Stop owning a request; whatever still comes of it is dropped."""
@@ -88,7 +112,7 @@ class Consumer:
             return []
         known.placed = placed
         reason = self._lost.get((placed.replica_id, placed.incarnation))
-        return [] if reason is None else [self._fail(known, placed.replica_id, reason)]
+        return [] if reason is None else self._fail(known, placed.replica_id, reason)
 
     def serving(self) -> set[tuple[ReplicaId, Incarnation]]:
         """Return the replicas to poll: those that serve an open request."""
@@ -108,35 +132,74 @@ class Consumer:
         """Accept a delivery: each token once, whatever was delivered twice."""
         source = (delivery.replica_id, delivery.incarnation)
         self._acks[source] = max(self._acks.get(source, 0), delivery.sequence)
-        updates = []
+        gathered: dict[StreamName, _News] = {}
         for item in delivery.items:
-            known = self._open.get(item.request_id)
-            if known is None or known.request.attempt != item.attempt:
-                continue
-            if item.index > known.num_tokens:
-                reason = f"its stream skips from token {known.num_tokens} to token {item.index}"
-                updates.append(self._fail(known, delivery.replica_id, reason))
-                continue
-            have = known.num_tokens - item.index
-            token_ids, logprobs = item.token_ids[have:], item.logprobs[have:]
-            if not token_ids and item.finish is None:
-                continue
-            known.num_tokens += len(token_ids)
-            known.num_cached_tokens = item.num_cached_tokens
-            if item.finish is not None:
-                del self._open[item.request_id]
-            updates.append(
-                StreamUpdate(
-                    item.request_id,
-                    delivery.replica_id,
-                    token_ids,
-                    logprobs,
-                    item.num_cached_tokens,
-                    item.finish,
-                    item.error,
+            if isinstance(item, TokenRun):
+                singles = zip(
+                    item.names, item.indices.tolist(), item.token_ids.tolist(), strict=True
                 )
-            )
+                for name, index, token_id in singles:
+                    self._gather(gathered, name, index, (token_id,), None)
+            else:
+                self._gather(gathered, item.name, item.index, item.token_ids, item)
+        updates = []
+        for name, news in gathered.items():
+            updates += self._accept(name, news, delivery.replica_id)
         return updates
+
+    def _gather(
+        self,
+        gathered: dict[StreamName, _News],
+        name: StreamName,
+        index: int,
+        token_ids: tuple[int, ...],
+        item: StreamItem | None,
+    ) -> None:
+        """Add what is new of one item; nothing follows the end of a stream."""
+        news = gathered.get(name)
+        if news is None:
+            known = self._open.get(name.request_id)
+            if known is None or known.request.attempt != name.attempt:
+                return
+            stream = known.streams.get(name.sibling)
+            if stream is None:
+                return
+            news = gathered[name] = _News(stream)
+        if news.finish is not None:
+            return
+        stream = news.stream
+        have = stream.num_tokens - index
+        if have < 0:
+            news.finish = FinishReason.ERROR
+            news.error = f"its stream skips from token {stream.num_tokens} to token {index}"
+            return
+        fresh = token_ids[have:]
+        news.token_ids += fresh
+        stream.num_tokens += len(fresh)
+        if item is not None:
+            news.logprobs += item.logprobs[have:]
+            stream.num_cached_tokens = item.num_cached_tokens
+            news.finish, news.error = item.finish, item.error
+
+    def _accept(self, name: StreamName, news: _News, replica_id: ReplicaId) -> list[StreamUpdate]:
+        if not news.token_ids and news.finish is None:
+            return []
+        if news.finish is not None:
+            known = self._open[name.request_id]
+            del known.streams[name.sibling]
+            if not known.streams:
+                del self._open[name.request_id]
+        update = StreamUpdate(
+            name.request_id,
+            name.sibling,
+            replica_id,
+            tuple(news.token_ids),
+            tuple(news.logprobs),
+            news.stream.num_cached_tokens,
+            news.finish,
+            news.error,
+        )
+        return [update]
 
     def lose(self, notices: Iterable[ReplicaLost]) -> list[StreamUpdate]:
         """Fail the open requests of replicas that are gone."""
@@ -162,13 +225,24 @@ class Consumer:
     ) -> list[StreamUpdate]:
         """Fail the open requests that a replica serves; it may serve others later."""
         return [
-            self._fail(self._open[request.request_id], replica_id, reason)
+            update
             for request in self.served_by(replica_id, incarnation)
+            for update in self._fail(self._open[request.request_id], replica_id, reason)
         ]
 
-    def _fail(self, known: _OpenRequest, replica_id: ReplicaId, reason: str) -> StreamUpdate:
+    def _fail(self, known: _OpenRequest, replica_id: ReplicaId, reason: str) -> list[StreamUpdate]:
         request_id = known.request.request_id
         del self._open[request_id]
-        return StreamUpdate(
-            request_id, replica_id, (), (), known.num_cached_tokens, FinishReason.ERROR, reason
-        )
+        return [
+            StreamUpdate(
+                request_id,
+                sibling,
+                replica_id,
+                (),
+                (),
+                stream.num_cached_tokens,
+                FinishReason.ERROR,
+                reason,
+            )
+            for sibling, stream in known.streams.items()
+        ]

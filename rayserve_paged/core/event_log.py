@@ -67,7 +67,7 @@ def encode(value: object) -> Json:
     if isinstance(value, bytes):
         return {"$bytes": value.hex()}
     if isinstance(value, np.ndarray):
-        return {"$array": [str(value.dtype), cast(Json, value.tolist())]}
+        return {"$array": [str(value.dtype), list(value.shape), cast(Json, value.ravel().tolist())]}
     if isinstance(value, dict):
         return {"$dict": [[encode(key), encode(item)] for key, item in value.items()]}
     if isinstance(value, errors.PagedError):
@@ -96,8 +96,8 @@ def decode(value: Json) -> object:
 
 
 def _decode_array(content: Json) -> object:
-    dtype, items = cast("tuple[str, list[int]]", content)
-    return np.array(items, dtype)
+    dtype, shape, items = cast("tuple[str, list[int], list[int]]", content)
+    return np.array(items, dtype).reshape(shape)
 
 
 def _decode_dict(content: Json) -> object:

@@ -8,7 +8,7 @@ from rayserve_paged.core.errors import LedgerError
 from rayserve_paged.core.ids import BlockId
 from rayserve_paged.core.prefix_index import PrefixIndex
 from rayserve_paged.core.replica import Replica
-from rayserve_paged.core.sequence import Phase
+from rayserve_paged.core.sequence import Phase, SequenceState
 
 
 def _require(condition: bool, message: str) -> None:
@@ -16,12 +16,17 @@ def _require(condition: bool, message: str) -> None:
         raise LedgerError(message)
 
 
-def check_pool(pool: BlockPool, holders: Iterable[Iterable[BlockId]]) -> None:
+def check_pool(
+    pool: BlockPool,
+    holders: Iterable[Iterable[BlockId]],
+    copy_sources: Iterable[Iterable[BlockId]] = (),
+) -> None:
     """Check that a pool agrees with those who hold its blocks.
 
     Args:
         pool: The pool.
-        holders: The blocks that each holder lists; a holder may list a block once.
+        holders: The blocks that each sequence lists, which may list a block once.
+        copy_sources: The blocks that each step in flight holds, once for each copy.
 
     Raises:
         LedgerError: The first disagreement.
@@ -31,6 +36,8 @@ def check_pool(pool: BlockPool, holders: Iterable[Iterable[BlockId]]) -> None:
         listed = list(block_ids)
         _require(len(set(listed)) == len(listed), f"a holder lists a block twice: {listed}")
         counts.update(listed)
+    for block_ids in copy_sources:
+        counts.update(block_ids)
     free, cached = set(pool.free_ids), set(pool.cached_ids)
     _require(len(free) == pool.num_free, f"a block is twice on the free list: {pool.free_ids}")
     _require(not free & cached, "a block is both FREE and CACHED")
@@ -70,9 +77,11 @@ def check(replica: Replica) -> None:
         LedgerError: The first invariant that does not hold.
     """
     batcher, pool = replica.batcher, replica.kv.pool
-    check_pool(pool, [sequence.table.block_ids for sequence in batcher.running])
+    holders = (*batcher.running, *batcher.retiring)
+    tables = [sequence.table.block_ids for sequence in holders]
+    check_pool(pool, tables, batcher.copy_sources)
     check_index(pool, replica.kv.index)
-    rows = [sequence.row for sequence in batcher.running]
+    rows = [sequence.row for sequence in holders]
     _require(None not in rows and len(set(rows)) == len(rows), f"rows overlap: {rows}")
     for sequence in batcher.waiting:
         _require(not sequence.table.block_ids, "a waiting sequence holds blocks")
@@ -80,23 +89,28 @@ def check(replica: Replica) -> None:
     order = [sequence.order_key() for sequence in batcher.running]
     _require(order == sorted(order), "running sequences are out of order")
     for sequence in batcher.running:
-        _require(sequence.phase is Phase.RUNNING, "a sequence with a row is not RUNNING")
-        computed, held = batcher.num_computed(sequence), batcher.num_held_tokens(sequence)
-        block_size = replica.limits.block_size
-        _require(
-            computed <= held <= sequence.num_known, "computed, held and known are out of order"
-        )
-        waste = sequence.table.num_slots - held
-        _require(0 <= waste < block_size, f"a sequence wastes {waste} slots of a tail block")
-        _require(
-            sequence.num_sealed == computed // block_size, "a full computed block is not sealed"
-        )
-        _require(sequence.num_known <= sequence.max_known, "a sequence is longer than allowed")
-    plan = batcher.in_flight
-    if plan is not None:
-        _require(set(plan.rows.tolist()) <= set(rows), "the step is not a subset of the running")
+        _check_running(replica, sequence)
+    for sequence in batcher.retiring:
+        _require(sequence.phase is Phase.ENDED, "a sequence that retires has not ended")
+    if not batcher.in_flight:
+        _require(not batcher.retiring, "a sequence retires and no step is in flight")
+    for plan in batcher.in_flight:
+        _require(set(plan.rows.tolist()) <= set(rows), "a step is not a subset of the running")
         total = int(plan.num_tokens.sum())
         _require(
             total <= batcher.max_num_batched_tokens, f"a step of {total} tokens is over budget"
         )
         _require(len(plan.token_ids) == total, "a step's tokens do not add up")
+
+
+def _check_running(replica: Replica, sequence: SequenceState) -> None:
+    batcher, block_size = replica.batcher, replica.limits.block_size
+    _require(sequence.phase is Phase.RUNNING, "a scheduled sequence is not RUNNING")
+    computed, held = batcher.num_computed(sequence), batcher.num_held_tokens(sequence)
+    _require(computed <= held, "computed and held are out of order")
+    ahead = sum(plan.num_steps for plan in batcher.in_flight)
+    _require(held <= sequence.num_known + ahead, "held and known are out of order")
+    waste = sequence.table.num_slots - held
+    _require(0 <= waste < block_size, f"a sequence wastes {waste} slots of a tail block")
+    _require(sequence.num_sealed == computed // block_size, "a full computed block is not sealed")
+    _require(sequence.num_known <= sequence.max_known, "a sequence is longer than allowed")

@@ -55,6 +55,28 @@ class KVManager:
         table.append(allocation.block_ids)
         return allocation.block_ids
 
+    def fork(self, table: BlockTable) -> BlockTable:
+        """Begin another table on all blocks of a table, its unsealed tail included.
+
+        Whoever writes into a shared tail next must `replace` it by a copy first.
+        """
+        return self.open(table.block_ids)
+
+    def replace(self, table: BlockTable, block_index: int) -> tuple[BlockId, BlockId] | None:
+        """Put a new block in the place of a shared one.
+
+        Returns:
+            The old and the new block, or None (and nothing changed) where none is available. The
+            old one stays held on behalf of the caller, which releases it once it was copied.
+        """
+        allocation = self.pool.allocate(1)
+        if allocation is None:
+            return None
+        self.index.remove(allocation.evicted)
+        old, new = table.block_ids[block_index], allocation.block_ids[0]
+        table.block_ids[block_index] = new
+        return old, new
+
     def seal(self, block_id: BlockId, key: BlockKey) -> None:
         """Publish a full block whose KV a finished step has computed."""
         if self.index.publish(key, block_id):

@@ -31,14 +31,17 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RowStart:
-    """A sequence takes a row of the batch, on every rank.
+    """A sequence takes a row of the batch, on every rank, or the row's table is given anew.
 
     Args:
         row: The row; whatever it held before is gone.
-        num_computed: Tokens whose KV is already in `block_ids` (a prefix hit).
+        num_computed: Tokens whose KV is already in `block_ids`.
         block_ids: int32 [num_blocks], the block table so far.
         params: For rank 0, which samples; its seed is set.
         num_prompt_tokens: Tokens before the first output; draws depend on the output position.
+        sibling: Which of the request's parallel samples this is; draws depend on it.
+        history: int32 [num_known], all tokens known so far, for rank 0 alone; None where the
+            parameters need no history.
     """
 
     row: Row
@@ -46,36 +49,52 @@ class RowStart:
     block_ids: IntArray
     params: SamplingParams
     num_prompt_tokens: int
+    sibling: int = 0
+    history: IntArray | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """What every rank computes in one step; carries differences only.
 
-    A rank applies `starts`, then the appended blocks, then computes, for each scheduled row i,
-    `num_tokens[i]` tokens at positions `num_computed[i]`, `num_computed[i] + 1`, ...
+    A rank applies `starts`, then the appended blocks, then the copies (all sources are read
+    before any target is written), then computes, for each scheduled row i, `num_tokens[i]` tokens
+    at positions `num_computed[i]`, `num_computed[i] + 1`, ...
+
+    A plan of several steps repeats the last part: each scheduled row samples once per step, and
+    the token sampled in one is computed in the next. It equals as many plans of one step.
 
     Args:
-        step_id: Counts the steps of the incarnation.
+        step_id: Counts the plans of the incarnation.
         starts: Rows that begin or resume in this step.
         append_rows: int32 [num_appends], row that each appended block belongs to.
         append_blocks: int32 [num_appends], the blocks, in table order for each row.
+        copies: int32 [num_copies, 3], (source block, target block, number of leading slots).
         rows: int32 [num_scheduled], scheduled rows.
         num_computed: int32 [num_scheduled], tokens of each row in the cache before the step.
         num_tokens: int32 [num_scheduled], tokens of each row to compute, at least 1.
-        samples: bool [num_scheduled], whether the row's last token yields a new one.
         token_ids: int32 [sum(num_tokens)], the tokens to compute, row after row.
+        late: int32 [num_late], indices into `token_ids` of tokens that were not known when the
+            plan was made: each is what its row sampled in the plan before.
+        sample_indices: int32 [num_samples], indices into `rows`, ascending: rows whose last
+            token yields new ones. A row that is about to be forked is named once per sibling.
+        sample_siblings: int32 [num_samples], for which sibling each sample is drawn.
+        num_steps: Steps to run, at least 1.
     """
 
     step_id: StepId
     starts: tuple[RowStart, ...]
     append_rows: IntArray
     append_blocks: IntArray
+    copies: IntArray
     rows: IntArray
     num_computed: IntArray
     num_tokens: IntArray
-    samples: npt.NDArray[np.bool_]
     token_ids: IntArray
+    late: IntArray
+    sample_indices: IntArray
+    sample_siblings: IntArray
+    num_steps: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,14 +112,16 @@ class TokenLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What rank 0 reports of a finished step.
+    """What rank 0 reports of a finished plan.
 
     Args:
         step_id: Of the plan.
-        token_ids: int32 [num_samples], one per row with `samples` set, in plan order.
-        logprobs: For the rows that asked for them: index into `token_ids` -> log-probabilities.
-        errors: For the rows whose sampling raised: index into `token_ids` -> reason. Their
-            entry in `token_ids` means nothing.
+        token_ids: int32 [num_steps_run, num_samples], in plan order. A plan of several steps may
+            be interrupted after any of them.
+        logprobs: For the samples that asked for them: index -> log-probabilities. Plans of several
+            steps have none.
+        errors: For the samples that raised in the last step run, which is the last for all:
+            index -> reason. Their token id means nothing.
     """
 
     step_id: StepId
@@ -113,12 +134,26 @@ class StepResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StreamItem:
-    """New tokens of one request since the last delivery.
+class StreamName:
+    """Which stream a token belongs to.
 
     Args:
         request_id: The request.
-        attempt: A consumer drops items of an attempt that it did not accept.
+        attempt: A consumer drops what comes of an attempt that it did not accept.
+        sibling: Which of the request's parallel samples.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    sibling: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamItem:
+    """What is new of one stream: its first token, its end, or a token with log-probabilities.
+
+    Args:
+        name: The stream.
         index: Output index of the first token here; a consumer drops what it already has.
         token_ids: New output tokens; may be empty on the last item.
         logprobs: One for each token where asked for, else empty.
@@ -127,8 +162,7 @@ class StreamItem:
         error: Reason, where finish is ERROR or CANCELLED.
     """
 
-    request_id: RequestId
-    attempt: Attempt
+    name: StreamName
     index: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -137,7 +171,22 @@ class StreamItem:
     error: str | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TokenRun:
+    """One further token for each of many streams, from one step.
+
+    Args:
+        names: [n] streams.
+        indices: int32 [n], output index of each token.
+        token_ids: int32 [n].
+    """
+
+    names: tuple[StreamName, ...]
+    indices: IntArray
+    token_ids: IntArray
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Delivery:
     """The answer to one poll.
 
@@ -145,13 +194,13 @@ class Delivery:
         replica_id: Who answers.
         incarnation: In which life.
         sequence: Grows with each delivery that holds items; acknowledged by the next poll.
-        items: At most one per request and delivery not yet acknowledged.
+        items: In the order in which they came about.
     """
 
     replica_id: ReplicaId
     incarnation: Incarnation
     sequence: int
-    items: tuple[StreamItem, ...]
+    items: tuple[StreamItem | TokenRun, ...]
 
 
 # --- into a replica -------------------------------------------------------------------------
@@ -234,7 +283,7 @@ class RunStep:
     plan: StepPlan
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AnswerPoll:
     """Answer a pending poll."""
 
@@ -258,6 +307,10 @@ class ReplicaReport:
         num_waiting: Sequences without one.
         num_free_blocks: FREE blocks.
         num_cached_blocks: CACHED blocks.
+        num_queried_tokens: Prompt tokens of all requests that the incarnation has started, each
+            counted once however long it waited and however often it resumed.
+        num_hit_tokens: Those of them that the prefix cache held.
+        num_resumed_tokens: Tokens that the cache held of sequences that resumed, each time.
         fenced: Set once, in the last report of an incarnation.
     """
 
@@ -271,6 +324,9 @@ class ReplicaReport:
     num_waiting: int
     num_free_blocks: int
     num_cached_blocks: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_resumed_tokens: int
     fenced: str | None
 
 

@@ -3,7 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from rayserve_paged.core.ids import ReplicaId
+
+SHARED_BUDGET = 4
+"""One in so many tokens of a step's budget is kept from the prefill that is served first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +39,52 @@ def choose_replica(loads: Sequence[ReplicaLoad]) -> ReplicaId:
         key=lambda load: (-load.num_cached_blocks, load.num_pending_tokens, load.replica_id),
     )
     return best.replica_id
+
+
+def deal_budget(
+    pending: npt.NDArray[np.int32], budget: int, *, newcomers: bool
+) -> npt.NDArray[np.int32]:
+    """Deal a step's token budget to running sequences.
+
+    Sequences one token behind come first, so that no prefill stalls them. Of the rest a quarter
+    is kept from the first prefill: for newcomers where any wait, and else for the prefills with
+    the least left to do. So a long prompt delays short ones by a bounded number of steps, and is
+    itself never starved.
+
+    Args:
+        pending: int32 [n], at least 0, tokens that each could compute, first served first.
+        budget: Tokens in all.
+        newcomers: Whether sequences wait to be started.
+
+    Returns:
+        int32 [n], tokens granted to each.
+    """
+    dealt = np.minimum(pending, 1)
+    decoding = pending <= 1
+    num_decoding = int(dealt[decoding].sum())
+    if num_decoding >= budget:
+        dealt[~decoding] = 0
+        granted: npt.NDArray[np.int32] = np.where(np.cumsum(dealt) <= budget, dealt, 0)
+        return granted
+    dealt[~decoding] = 0
+    prefills = np.flatnonzero(~decoding)
+    left = budget - num_decoding
+    if not len(prefills):
+        return dealt
+    first, others = prefills[0], prefills[1:]
+    kept = left // SHARED_BUDGET
+    if not newcomers:
+        kept = min(kept, int(pending[others].sum()))
+    dealt[first] = min(int(pending[first]), left - kept)
+    left -= int(dealt[first])
+    if newcomers:
+        left -= kept
+    for row in others[np.argsort(pending[others], kind="stable")].tolist():
+        if left <= 0:
+            break
+        dealt[row] = min(int(pending[row]), left)
+        left -= int(dealt[row])
+    return dealt
 
 
 def can_admit(

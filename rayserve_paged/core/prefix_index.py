@@ -44,6 +44,9 @@ class PrefixIndex:
         """
         if self._block_of.setdefault(key, block_id) != block_id:
             return False
+        if block_id in self._key_of:
+            # A fork shares it, and fills it too.
+            return True
         self._key_of[block_id] = key
         # A key that went and came back since the last report has not changed.
         if key in self._evicted:

@@ -7,7 +7,7 @@ next plan is made when StepFinished comes in, whatever else arrives in between.
 from typing import assert_never
 
 from rayserve_paged.core.accounting import Accounting, account
-from rayserve_paged.core.batcher import Batcher, Progress
+from rayserve_paged.core.batcher import Batcher
 from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.config import BatchConfig, TimeoutConfig
@@ -24,12 +24,14 @@ from rayserve_paged.core.messages import (
     RunStep,
     StepFailed,
     StepFinished,
+    StreamItem,
+    StreamName,
     Tick,
-    TokenLogprobs,
 )
 from rayserve_paged.core.outbox import Outbox
 from rayserve_paged.core.request import FinishReason, ModelLimits
 from rayserve_paged.core.sequence import SequenceState
+from rayserve_paged.core.step_commit import Committed, Progress
 
 REPORT_INTERVAL_S = 0.05
 
@@ -60,12 +62,16 @@ class Replica:
         self.limits = limits
         self.scope = scope
         self.kv = KVManager(BlockPool(limits.num_blocks), limits.block_size)
-        self.batcher = Batcher(self.kv, batch.max_num_seqs, batch.max_num_batched_tokens)
+        self.batcher = Batcher(
+            self.kv, batch.max_num_seqs, batch.max_num_batched_tokens, batch.pipeline_depth
+        )
+        self._max_steps = batch.max_decode_steps
         self.fenced: str | None = None
         self._outbox = Outbox(
             replica_id, incarnation, timeouts.consumer_lease_s, timeouts.poll_timeout_s
         )
-        self._sequences: dict[RequestId, SequenceState] = {}
+        # Live siblings of each request.
+        self._sequences: dict[RequestId, dict[int, SequenceState]] = {}
         self._num_arrivals = 0
         self._num_reports = 0
         self._last_report = float("-inf")
@@ -83,15 +89,14 @@ class Replica:
             case AssignRequest():
                 self._assign(event, now)
             case CancelRequest(request_id, attempt):
-                sequence = self._sequences.get(request_id)
-                if sequence is not None and sequence.request.attempt == attempt:
-                    self._end(sequence, FinishReason.CANCELLED, "cancelled by its consumer")
+                for sequence in self._siblings(request_id):
+                    if sequence.request.attempt == attempt:
+                        self._end(sequence, FinishReason.CANCELLED, "cancelled by its consumer")
             case PollTokens():
                 commands += self._outbox.poll(event, now)
             case StepFinished(result):
                 if self.fenced is None:
-                    for progress in self.batcher.commit(result):
-                        self._advance(progress)
+                    self._advance(self.batcher.commit(result))
             case StepFailed(step_id, reason):
                 self._fence(f"step {step_id} failed: {reason}")
             case FenceReplica(reason):
@@ -103,22 +108,27 @@ class Replica:
             case _:
                 assert_never(event)
         commands += self._outbox.flush(now)
-        if self.fenced is None and self.batcher.in_flight is None:
-            plan = self.batcher.plan_step()
-            if plan is not None:
-                commands.append(RunStep(plan))
+        while self.fenced is None and self.batcher.can_plan:
+            plan = self.batcher.plan_step(self._max_steps)
+            if plan is None:
+                break
+            commands.append(RunStep(plan))
         commands += self._report(now)
         return commands
 
     @property
     def sequences(self) -> tuple[SequenceState, ...]:
         """Sequences that have not ended."""
-        return tuple(self._sequences.values())
+        return tuple(s for siblings in self._sequences.values() for s in siblings.values())
+
+    def _siblings(self, request_id: RequestId) -> tuple[SequenceState, ...]:
+        return tuple(self._sequences.get(request_id, {}).values())
 
     def accounting(self) -> Accounting:
         """Return the ledger's figures as of now."""
         batcher = self.batcher
-        held = [(s.table.block_ids, batcher.num_held_tokens(s)) for s in batcher.running]
+        holders = (*batcher.running, *batcher.retiring)
+        held = [(s.table.block_ids, batcher.num_held_tokens(s)) for s in holders]
         return account(held, self.kv.pool, self.limits.block_size)
 
     # --- events ---------------------------------------------------------------------------
@@ -127,15 +137,10 @@ class Replica:
         request = event.request
         self._outbox.meet(request.consumer_id, now)
         if self.fenced is not None:
-            self._outbox.put(
-                request.consumer_id,
-                request.request_id,
-                request.attempt,
-                0,
-                (),
-                finish=FinishReason.ERROR,
-                error=self.fenced,
-            )
+            for sibling in range(request.params.num_siblings):
+                name = StreamName(request.request_id, request.attempt, sibling)
+                item = StreamItem(name, 0, (), (), 0, FinishReason.ERROR, self.fenced)
+                self._outbox.put(request.consumer_id, item)
             return
         if request.request_id in self._sequences:
             return
@@ -146,48 +151,48 @@ class Replica:
             self._num_arrivals,
             self.limits.eos_token_ids,
             self.limits.block_size,
+            request.params.num_siblings,
         )
         self._num_arrivals += 1
-        self._sequences[request.request_id] = sequence
+        self._sequences[request.request_id] = {0: sequence}
         self.batcher.add(sequence)
 
-    def _advance(self, progress: Progress) -> None:
-        sequence, token_id, logprobs, finish, error = progress
-        self._put(
-            sequence,
-            sequence.num_outputs - (token_id is not None),
-            () if token_id is None else (token_id,),
-            logprobs,
-            finish,
-            error,
-        )
+    def _advance(self, committed: Committed) -> None:
+        for child in committed.born:
+            self._sequences[child.request.request_id][child.sibling] = child
+        for news in committed.news:
+            if isinstance(news, Progress):
+                self._tell(news)
+            else:
+                self._outbox.put(*news)
 
     def _end(self, sequence: SequenceState, finish: FinishReason, error: str) -> None:
+        """End a sequence from outside."""
         self.batcher.end(sequence, finish)
-        self._put(sequence, sequence.num_outputs, (), None, finish, error)
+        self._tell(Progress(sequence, sequence.num_outputs, None, None, finish, error))
 
-    def _put(
-        self,
-        sequence: SequenceState,
-        index: int,
-        token_ids: tuple[int, ...],
-        logprobs: TokenLogprobs | None,
-        finish: FinishReason | None,
-        error: str | None,
-    ) -> None:
-        request = sequence.request
-        self._outbox.put(
-            sequence.consumer_id,
-            request.request_id,
-            request.attempt,
+    def _tell(self, progress: Progress) -> None:
+        sequence, index, token_id, logprobs, finish, error = progress
+        item = StreamItem(
+            sequence.name,
             index,
-            token_ids,
-            logprobs,
+            () if token_id is None else (token_id,),
+            () if logprobs is None else (logprobs,),
             sequence.num_cached_tokens or 0,
             finish,
             error,
         )
-        if finish is not None:
+        self._outbox.put(sequence.consumer_id, item)
+        if finish is None:
+            return
+        request = sequence.request
+        # Siblings that are not born yet end with the one that was to be forked.
+        for sibling in range(1, sequence.num_unborn + 1):
+            name = StreamName(request.request_id, request.attempt, sibling)
+            self._outbox.put(request.consumer_id, StreamItem(name, 0, (), (), 0, finish, error))
+        siblings = self._sequences[request.request_id]
+        del siblings[sequence.sibling]
+        if not siblings:
             del self._sequences[request.request_id]
             self._finished.append((request.request_id, request.attempt))
 
@@ -201,10 +206,9 @@ class Replica:
         if self.fenced is not None:
             return
         self.fenced = reason
-        sequences = self.sequences
+        for sequence in self.sequences:
+            self._end(sequence, FinishReason.ERROR, reason)
         self.batcher.abandon()
-        for sequence in sequences:
-            self._put(sequence, sequence.num_outputs, (), None, FinishReason.ERROR, reason)
 
     # --- what the controller learns -------------------------------------------------------
 
@@ -228,6 +232,9 @@ class Replica:
             num_waiting=self.batcher.num_waiting,
             num_free_blocks=self.kv.pool.num_free,
             num_cached_blocks=self.kv.pool.num_cached,
+            num_queried_tokens=self.batcher.num_queried_tokens,
+            num_hit_tokens=self.batcher.num_hit_tokens,
+            num_resumed_tokens=self.batcher.num_resumed_tokens,
             fenced=self.fenced,
         )
         self._num_reports += 1

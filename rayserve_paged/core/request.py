@@ -2,16 +2,31 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
 
 MAX_LOGPROBS = 20
+MAX_SIBLINGS = 128
 MAX_TEMPERATURE = 100.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIAS = 100.0
+MAX_BIASED_TOKENS = 300
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 2**31 - 1
+
+_RANGES = {
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+}
 
 
 class FinishReason(enum.StrEnum):
@@ -50,13 +65,27 @@ class SamplingParams:
     """How the tokens of one request are chosen and when it stops.
 
     Args:
+        n: Parallel samples of one prompt, which is computed once.
+        best_of: Samples to draw, of which the `n` with the highest cumulative log-probability are
+            returned, best first; None for `n`, in the order of their draws.
         max_tokens: Most output tokens; None for all that the model's limit and the pool leave.
             Clamped to what the model's limit leaves after the prompt.
         min_tokens: Fewest output tokens: no end id, stop id or stop string ends it earlier.
         temperature: 0 is greedy.
         top_p: Nucleus: smallest set of tokens whose probability reaches it, in (0, 1].
         top_k: Most likely tokens kept; 0 or -1 keeps all.
-        seed: Draws depend on (seed, position) alone; the consumer draws one where this is None.
+        min_p: Tokens kept are at least this many times as likely as the most likely one, 0 to 1.
+        repetition_penalty: The logit of a token that the prompt or the output holds is divided by
+            it where positive and multiplied by it where negative; 1 changes nothing.
+        presence_penalty: Taken off the logit of a token that the output holds, -2 to 2.
+        frequency_penalty: Taken off the logit of a token once for each time that the output
+            holds it, -2 to 2.
+        logit_bias: What is added to the logits of tokens, by id, -100 to 100; becomes a tuple of
+            (id, bias) in the order of ids.
+        allowed_token_ids: Ids that may be chosen, others never; None for all. Becomes a tuple in
+            the order of ids.
+        seed: Draws depend on (seed, sibling, position) alone; the consumer draws one where this
+            is None.
         ignore_eos: Go on past the model's end-of-sequence ids.
         stop: Strings that end the text; none of them is part of the output.
         stop_token_ids: Ids that end the output (the id itself is part of token_ids).
@@ -67,11 +96,19 @@ class SamplingParams:
         InvalidInputError: Naming the field, the value and what would be accepted.
     """
 
+    n: int = 1
+    best_of: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
     seed: int | None = None
     ignore_eos: bool = False
     stop: str | Sequence[str] = ()
@@ -79,36 +116,64 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every field and bring `stop` and `stop_token_ids` into tuples."""
+        """Check every field, and make tuples of those that hold several values."""
+        _integer("n", self.n, f"an integer from 1 to {MAX_SIBLINGS}", 1, MAX_SIBLINGS)
+        if self.best_of is not None:
+            accepted = f"an integer from n={self.n} to {MAX_SIBLINGS}, or None for n"
+            _integer("best_of", self.best_of, accepted, self.n, MAX_SIBLINGS)
+        self._check_stopping()
+        accepted = "a number above 0 and at most 1"
+        if _number("top_p", self.top_p, accepted, 0.0, 1.0) == 0.0:
+            raise InvalidInputError("top_p", self.top_p, accepted)
+        _integer("top_k", self.top_k, "an integer of at least 1, or 0 or -1 for all", -1)
+        if self.seed is not None:
+            _integer("seed", self.seed, f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)
+        if self.logprobs is not None:
+            accepted = f"an integer from 0 to {MAX_LOGPROBS}, or None"
+            _integer("logprobs", self.logprobs, accepted, 0, MAX_LOGPROBS)
+        normal: dict[str, object] = {
+            field: _number(
+                field, getattr(self, field), f"a number from {low:g} to {high:g}", low, high
+            )
+            for field, (low, high) in _RANGES.items()
+        }
+        normal["top_p"] = float(self.top_p)
+        normal["stop"] = _stop_strings(self.stop)
+        normal["stop_token_ids"] = _token_ids("stop_token_ids", self.stop_token_ids)
+        normal["logit_bias"] = _biases(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            normal["allowed_token_ids"] = _allowed_ids(self.allowed_token_ids)
+        for field, value in normal.items():
+            object.__setattr__(self, field, value)
+
+    @property
+    def num_siblings(self) -> int:
+        """Samples to draw: `best_of`, or `n`."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice of a token depends on which tokens came before."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept: (id, bias), in the order of ids."""
+        return cast("tuple[tuple[int, float], ...]", self.logit_bias)
+
+    def _check_stopping(self) -> None:
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, "an integer of at least 1, or None", 1)
         _integer("min_tokens", self.min_tokens, "an integer of at least 0", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             accepted = f"at most max_tokens={self.max_tokens}"
             raise InvalidInputError("min_tokens", self.min_tokens, accepted)
-        temperature = _number(
-            "temperature",
-            self.temperature,
-            f"a number from 0 to {MAX_TEMPERATURE:g}",
-            0.0,
-            MAX_TEMPERATURE,
-        )
-        accepted = "a number above 0 and at most 1"
-        top_p = _number("top_p", self.top_p, accepted, 0.0, 1.0)
-        if top_p == 0.0:
-            raise InvalidInputError("top_p", self.top_p, accepted)
-        _integer("top_k", self.top_k, "an integer of at least 1, or 0 or -1 for all", -1)
-        if self.seed is not None:
-            _integer("seed", self.seed, f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidInputError("ignore_eos", self.ignore_eos, "true or false")
-        if self.logprobs is not None:
-            accepted = f"an integer from 0 to {MAX_LOGPROBS}, or None"
-            _integer("logprobs", self.logprobs, accepted, 0, MAX_LOGPROBS)
-        object.__setattr__(self, "temperature", temperature)
-        object.__setattr__(self, "top_p", top_p)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
@@ -121,10 +186,40 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _stop_ids(ids: object) -> tuple[int, ...]:
+def _token_ids(field: str, ids: object) -> tuple[int, ...]:
     if isinstance(ids, str) or not isinstance(ids, Sequence):
-        raise InvalidInputError("stop_token_ids", ids, "a list of token ids")
-    return tuple(_integer("stop_token_ids", i, "token ids of at least 0", 0) for i in ids)
+        raise InvalidInputError(field, ids, "a list of token ids")
+    return tuple(_integer(field, i, "token ids of at least 0", 0) for i in ids)
+
+
+def _allowed_ids(ids: object) -> tuple[int, ...]:
+    allowed = _token_ids("allowed_token_ids", ids)
+    if not allowed:
+        raise InvalidInputError("allowed_token_ids", ids, "at least one token id, or None for all")
+    return tuple(sorted(set(allowed)))
+
+
+def _biases(bias: object) -> tuple[tuple[int, float], ...]:
+    accepted = (
+        f"at most {MAX_BIASED_TOKENS} token ids of at least 0, "
+        f"each with a number from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+    )
+    entries = list(bias.items()) if isinstance(bias, Mapping) else bias
+    if isinstance(entries, str) or not isinstance(entries, Sequence):
+        raise InvalidInputError("logit_bias", bias, accepted)
+    if len(entries) > MAX_BIASED_TOKENS:
+        raise InvalidInputError("logit_bias", bias, accepted)
+    biases: dict[int, float] = {}
+    for entry in entries:
+        if not isinstance(entry, tuple | list) or len(entry) != 2:
+            raise InvalidInputError("logit_bias", bias, accepted)
+        token_id = _integer("logit_bias", entry[0], accepted, 0)
+        if token_id in biases:
+            raise InvalidInputError("logit_bias", bias, "one bias for each token id")
+        biases[token_id] = _number(
+            "logit_bias", entry[1], accepted, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
+        )
+    return tuple(sorted(biases.items()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,6 +232,7 @@ class ModelLimits:
         num_blocks: Blocks of the smallest rank's pool.
         block_size: Slots per block.
         eos_token_ids: Ids that end a sequence.
+        max_num_seqs: Sequences that run at once, and so the samples of one request at most.
     """
 
     vocab_size: int
@@ -144,6 +240,7 @@ class ModelLimits:
     num_blocks: int
     block_size: int
     eos_token_ids: tuple[int, ...]
+    max_num_seqs: int
 
     @property
     def num_slots(self) -> int:
@@ -202,8 +299,20 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         raise InvalidInputError("tenant_salt", request.tenant_salt, "a string, or None")
     check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    check_token_ids("logit_bias", [i for i, _bias in params.biases], limits.vocab_size)
+    allowed = params.allowed_token_ids
+    if allowed is not None:
+        check_token_ids("allowed_token_ids", allowed, limits.vocab_size)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
+        if params.min_tokens > 1 and ends.issuperset(allowed):
+            accepted = f"an id that does not end the output before min_tokens={params.min_tokens}"
+            raise InvalidInputError("allowed_token_ids", allowed, accepted)
     if num_prompt == 0:
         raise InvalidInputError("prompt_token_ids", [], "at least one token")
+    if params.num_siblings > limits.max_num_seqs:
+        field = "n" if params.best_of is None else "best_of"
+        accepted = f"at most {limits.max_num_seqs}, the sequences that run at once"
+        raise InvalidInputError(field, params.num_siblings, accepted)
     if num_prompt >= limits.max_model_len:
         raise InvalidInputError(
             "prompt",

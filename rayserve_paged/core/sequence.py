@@ -1,11 +1,13 @@
 """One sequence as its replica keeps it: known tokens, key chain, block table."""
 
+import copy
 import enum
 from array import array
 
 from rayserve_paged.core.block_identity import extend_chain
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockKey, ConsumerId, Row
+from rayserve_paged.core.messages import StreamName
 from rayserve_paged.core.request import FinishReason, Request
 
 
@@ -32,6 +34,8 @@ class SequenceState:
         arrival: Order of arrival on this replica.
         eos_token_ids: Ids that end it, unless `ignore_eos`.
         block_size: Slots per block.
+        num_siblings: Parallel samples of the request. This sequence is the first; the others
+            are forked from it when the prompt is computed.
     """
 
     __slots__ = (
@@ -40,14 +44,17 @@ class SequenceState:
         "keys",
         "max_known",
         "min_known",
+        "name",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt",
         "num_sealed",
+        "num_unborn",
         "phase",
         "request",
         "root",
         "row",
+        "sibling",
         "stop_ids",
         "table",
         "tokens",
@@ -61,10 +68,14 @@ class SequenceState:
         arrival: int,
         eos_token_ids: tuple[int, ...],
         block_size: int,
+        num_siblings: int = 1,
     ) -> None:
         params = request.params
         assert params.max_tokens is not None, "requests are clamped at the door"
         self.request = request
+        self.sibling = 0
+        self.name = StreamName(request.request_id, request.attempt, 0)
+        self.num_unborn = num_siblings - 1
         self.arrival = arrival
         self.root = root
         self.keys = list(prompt_keys)
@@ -97,9 +108,22 @@ class SequenceState:
         """Output tokens so far."""
         return len(self.tokens) - self.num_prompt
 
-    def order_key(self) -> tuple[int, int]:
-        """Return what decides who goes first: priority, then arrival."""
-        return self.request.priority, self.arrival
+    def order_key(self) -> tuple[int, int, int]:
+        """Return what decides who goes first: priority, then arrival, then sibling."""
+        return self.request.priority, self.arrival, self.sibling
+
+    def fork(self, sibling: int, table: BlockTable) -> "SequenceState":
+        """Return a sibling that knows the prompt, on a table of its own."""
+        child = copy.copy(self)
+        child.sibling = sibling
+        child.name = StreamName(self.request.request_id, self.request.attempt, sibling)
+        child.num_unborn = 0
+        child.keys = list(self.keys)
+        child.tokens = self.tokens[: self.num_prompt]
+        child.table = table
+        child.row = None
+        child.num_preemptions = 0
+        return child
 
     def key(self, block_index: int) -> BlockKey:
         """Return the key of a full block of known tokens, extending the chain where needed."""

@@ -71,12 +71,16 @@ class Gang:
             rows=np.zeros(1, np.int32),
             num_computed=np.array([self._num_computed], np.int32),
             num_tokens=np.array([len(new)], np.int32),
-            samples=np.ones(1, np.bool_),
             token_ids=new,
+            copies=np.zeros((0, 3), np.int32),
+            late=np.zeros(0, np.int32),
+            sample_indices=np.zeros(1, np.int32),
+            sample_siblings=np.zeros(1, np.int32),
+            num_steps=1,
         )
-        result = self.executor.execute(plan)
+        result = self.executor.execute(plan, lambda: False)
         self._num_computed = len(self.known)
-        self.known.append(int(result.token_ids[0]))
+        self.known.append(int(result.token_ids[0, 0]))
 
 
 @pytest.mark.parametrize("seed", [3, 90210])

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from deliveries import unfold
 
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.errors import InvalidInputError, ReplicaLostError
@@ -70,7 +71,7 @@ async def items(
         message = PollTokens(ConsumerId(consumer), poll_id, ack)
         delivery = await shell.poll(replica_id, Incarnation(0), message)
         ack = delivery.sequence
-        for item in delivery.items:
+        for item in unfold(delivery):
             yield item
 
 
@@ -80,9 +81,9 @@ async def read_to_end(
     tokens: dict[str, list[int]] = {}
     ended: dict[str, tuple[list[int], StreamItem]] = {}
     async for item in items(shell, replica_id, consumer):
-        tokens.setdefault(item.request_id, []).extend(item.token_ids)
+        tokens.setdefault(item.name.request_id, []).extend(item.token_ids)
         if item.finish is not None:
-            ended[item.request_id] = (tokens[item.request_id], item)
+            ended[item.name.request_id] = (tokens[item.name.request_id], item)
         if len(ended) == num_requests:
             break
     return ended
@@ -194,7 +195,7 @@ def test_a_cancelled_request_ends_as_cancelled_and_frees_its_blocks(start: Start
         async for item in items(shell, placed.replica_id):
             if item.finish is not None:
                 return item
-            await shell.cancel(item.request_id, item.attempt)
+            await shell.cancel(item.name.request_id, item.name.attempt)
         raise AssertionError
 
     last = asyncio.run(run())

@@ -14,7 +14,8 @@ from rayserve_paged.core.messages import IntArray, RowStart, StepPlan, TokenLogp
 from rayserve_paged.core.request import SamplingParams
 from rayserve_paged.model.fingerprint import FingerprintModel, oracle
 from rayserve_paged.model.parallel import SoloCollectives
-from rayserve_paged.model.sampler import Sampler, SamplingRow
+from rayserve_paged.model.sampler import Sampler
+from rayserve_paged.model.sampling_row import SamplingRow
 from rayserve_paged.model.spec import FingerprintConfig, ModelSpec
 from rayserve_paged.model.step_batch import StepBatch
 
@@ -60,6 +61,7 @@ def step(
     appends: Sequence[tuple[int, int]] = (),
 ) -> StepPlan:
     """A plan from (row, num_computed, tokens, samples) and (row, appended block)."""
+    indices = np.flatnonzero([samples for *_, samples in rows]).astype(np.int32)
     return StepPlan(
         step_id=StepId(step_id),
         starts=tuple(starts),
@@ -68,8 +70,12 @@ def step(
         rows=np.array([row for row, *_ in rows], np.int32),
         num_computed=np.array([computed for _, computed, *_ in rows], np.int32),
         num_tokens=np.array([len(tokens) for _, _, tokens, _ in rows], np.int32),
-        samples=np.array([samples for *_, samples in rows], np.bool_),
         token_ids=np.array([t for _, _, tokens, _ in rows for t in tokens], np.int32),
+        copies=np.zeros((0, 3), np.int32),
+        late=np.zeros(0, np.int32),
+        sample_indices=indices,
+        sample_siblings=np.zeros_like(indices),
+        num_steps=1,
     )
 
 
@@ -126,7 +132,7 @@ def test_tokens_equal_the_oracles_through_chunks_and_scattered_blocks() -> None:
         logits = runner.run(plan)
         assert logits is not None
         computed = len(known)
-        known.append(int(runner.sample(plan, logits).token_ids[0]))
+        known.append(int(runner.sample(plan, logits).token_ids[0, 0]))
     assert known[7:] == expected
     assert num_blocks == 4
 
@@ -138,10 +144,10 @@ def test_a_random_choice_depends_on_the_output_position_and_not_on_the_row() -> 
     starts = [start(0, [1], params), start(2, [2], params)]
     plan = step(0, [(0, 0, [1, 2, 3], True), (2, 0, [1, 2, 3], True)], starts)
     runner.run(plan)
-    first = runner.sample(plan, logits).token_ids
+    first = runner.sample(plan, logits).token_ids[0]
     plan = step(1, [(2, 3, [4], True), (0, 3, [4], True)])
     runner.run(plan)
-    second = runner.sample(plan, logits).token_ids
+    second = runner.sample(plan, logits).token_ids[0]
     assert first[0] == first[1] != second[0] == second[1]
 
 
@@ -156,7 +162,7 @@ def test_b93_a_row_of_nan_fails_alone() -> None:
     result = runner.sample(plan, logits)
     assert list(result.errors) == [1]
     assert "NaN" in result.errors[1]
-    assert result.token_ids[[0, 2]].tolist() == [9, 9]
+    assert result.token_ids[0, [0, 2]].tolist() == [9, 9]
 
 
 class PoisonedSampler(Sampler):
@@ -183,7 +189,7 @@ def test_b93_a_row_whose_sampling_raises_fails_alone() -> None:
     result = runner.sample(plan, logits)
     assert sorted(result.errors) == [1, 3]
     assert result.errors[1] == "sampling raised ZeroDivisionError: poison"
-    assert result.token_ids[[0, 2]].tolist() == [9, 9]
+    assert result.token_ids[0, [0, 2]].tolist() == [9, 9]
     assert sorted(result.logprobs) == [0, 2]
     assert result.logprobs[2].top[0][0] == 9
 
@@ -194,7 +200,7 @@ def test_a_step_that_only_prefills_samples_nothing() -> None:
     plan = step(0, [(0, 0, [1, 2], False)], [start(0, [1])])
     runner.run(plan)
     result = runner.sample(plan, logits)
-    assert (len(result.token_ids), result.errors, result.logprobs) == (0, {}, {})
+    assert (result.token_ids.size, result.errors, result.logprobs) == (0, {}, {})
 
 
 def test_the_history_digest_tells_histories_apart() -> None:

@@ -36,7 +36,7 @@ def row_starts(draw: st.DrawFn) -> RowStart:
 
 @st.composite
 def step_plans(draw: st.DrawFn) -> StepPlan:
-    num_appends, num_rows = draw(st.integers(0, 6)), draw(st.integers(0, 6))
+    num_appends, num_rows, num_samples = (draw(st.integers(0, 6)) for _ in range(3))
     return StepPlan(
         step_id=StepId(draw(st.integers(0, 2**63 - 1))),
         starts=tuple(draw(st.lists(row_starts(), max_size=4))),
@@ -45,8 +45,12 @@ def step_plans(draw: st.DrawFn) -> StepPlan:
         rows=draw(ints(num_rows)),
         num_computed=draw(ints(num_rows)),
         num_tokens=draw(ints(num_rows)),
-        samples=draw(arrays(np.bool_, num_rows)),
         token_ids=draw(ints(draw(st.integers(0, 20)))),
+        copies=draw(ints(3 * draw(st.integers(0, 4)))).reshape(-1, 3),
+        late=np.zeros(0, np.int32),
+        sample_indices=draw(ints(num_samples)),
+        sample_siblings=draw(ints(num_samples)),
+        num_steps=1,
     )
 
 
@@ -95,7 +99,11 @@ def test_a_decode_step_of_64_rows_fits_into_2_kib() -> None:
         rows=rows,
         num_computed=rows,
         num_tokens=np.ones(64, np.int32),
-        samples=np.ones(64, np.bool_),
         token_ids=rows,
+        copies=np.zeros((0, 3), np.int32),
+        late=np.zeros(0, np.int32),
+        sample_indices=rows,
+        sample_siblings=np.zeros(64, np.int32),
+        num_steps=1,
     )
-    assert len(encode_plan(plan)) == 4 * (7 + 2 * 4 + 5 * 64)
+    assert len(encode_plan(plan)) == 4 * (9 + 2 * 4 + 6 * 64)

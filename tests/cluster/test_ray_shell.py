@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from deliveries import unfold
 from ray_harness import (
     deployment_config,
     environment,
@@ -100,7 +101,7 @@ def test_no_actor_call_lies_on_the_path_of_a_token(shell: RayShell) -> None:
     for answer in placed[:2]:
         source = (answer.replica_id, answer.incarnation)
         delivery = asyncio.run(shell.poll(*source, consumer.poll(*source)))
-        generated += sum(len(item.token_ids) for item in delivery.items)
+        generated += sum(len(item.token_ids) for item in unfold(delivery))
 
     assert generated == 4 * max_tokens
     for old, new in zip(before.ranks, after.ranks, strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deliveries import unfold
 
 from rayserve_cluster.step_loop import ReplicaHost
 from rayserve_cluster.tp_group import GroupBrokenError
@@ -36,7 +37,7 @@ from rayserve_paged.core.request import FinishReason, ModelLimits, Request, Samp
 
 _LONG_S = 60.0
 CONSUMER = ConsumerId("reader")
-LIMITS = ModelLimits(1000, 64, 32, 4, ())
+LIMITS = ModelLimits(1000, 64, 32, 4, (), 8)
 SCOPE = BlockScope(b"model", "fp32", "fp32", "default", "from 0", 4)
 
 
@@ -53,13 +54,13 @@ class CountingExecutor:
         self.abort_reasons: list[str] = []
         self.num_shutdowns = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, interrupted: Callable[[], bool]) -> StepResult:
         self.threads.add(threading.current_thread().name)
         self.plans.append(plan)
         if self.on_execute is not None:
             self.on_execute(plan)
-        lengths = (plan.num_computed + plan.num_tokens)[plan.samples]
-        return StepResult(plan.step_id, lengths.astype(np.int32), {}, {})
+        lengths = (plan.num_computed + plan.num_tokens)[plan.sample_indices]
+        return StepResult(plan.step_id, lengths.astype(np.int32)[None], {}, {})
 
     def _count_heartbeat(self) -> None:
         self.num_heartbeats += 1
@@ -100,11 +101,12 @@ class Stage:
         tokens: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
         last: dict[str, StreamItem] = {}
         while len(last) < len(request_ids):
-            for item in self.poll().items:
-                assert item.index == len(tokens[item.request_id])
-                tokens[item.request_id] += item.token_ids
+            for item in unfold(self.poll()):
+                request_id = item.name.request_id
+                assert item.index == len(tokens[request_id])
+                tokens[request_id] += item.token_ids
                 if item.finish is not None:
-                    last[item.request_id] = item
+                    last[request_id] = item
         return {request_id: (tokens[request_id], last[request_id]) for request_id in request_ids}
 
 
@@ -348,7 +350,7 @@ def test_stop_breaks_a_step_that_does_not_end_and_fails_what_waits(start: Start)
     stage.host.post(request("a"))
     wait_for(inside)
     stage.host.stop("enough")
-    (item,) = pending.result(_LONG_S).items
+    (item,) = unfold(pending.result(_LONG_S))
     # The stop is taken in before the step's outcome.
     assert (item.finish, item.error) == (FinishReason.ERROR, "enough")
     assert stage.executor.num_shutdowns == 1

@@ -6,7 +6,7 @@ that is stale, foreign, misplaced or missing changes the stream.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -33,11 +33,15 @@ def fingerprints(token_ids: npt.ArrayLike, positions: npt.ArrayLike) -> Slots:
     return mixed | np.uint64(1)
 
 
-def next_token(slots: Slots, params: SamplingParams, output_index: int, vocab_size: int) -> int:
-    """Hash a history to a token; above temperature 0 the draw depends on (seed, index) as well."""
+def next_token(
+    slots: Slots, params: SamplingParams, output_index: int, vocab_size: int, sibling: int = 0
+) -> int:
+    """Hash a history to a token; above temperature 0 the draw depends on
+    (seed, sibling, index) as well.
+    """
     digest = hashlib.blake2b(slots.tobytes(), digest_size=8)
     if params.temperature > 0:
-        digest.update(f"{params.seed}/{output_index}".encode())
+        digest.update(f"{params.seed}/{sibling}/{output_index}".encode())
     return int.from_bytes(digest.digest(), "little") % vocab_size
 
 
@@ -47,7 +51,7 @@ class ScheduledRow(NamedTuple):
     row: int
     num_computed: int
     num_tokens: int
-    samples: bool
+    samples: int
 
 
 class FingerprintRank:
@@ -55,16 +59,18 @@ class FingerprintRank:
 
     Args:
         limits: Of its replica.
-        poison: (seed, output index) of draws that raise.
+        poison: (seed, output index) or (seed, output index, sibling) of draws that raise.
     """
 
-    def __init__(self, limits: ModelLimits, poison: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(self, limits: ModelLimits, poison: Iterable[tuple[int, ...]] = ()) -> None:
         self.limits = limits
         self.poison = set(poison)
         self.slots: Slots = np.zeros(limits.num_slots, np.uint64)
         self.starts: dict[int, RowStart] = {}
         self.tables: dict[int, list[int]] = {}
         self.history: list[list[ScheduledRow]] = []
+        self.sampled: dict[int, int] = {}
+        self.interrupt: Callable[[], bool] | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
         for start in plan.starts:
@@ -72,19 +78,40 @@ class FingerprintRank:
             self.tables[start.row] = start.block_ids.tolist()
         for row, block_id in zip(plan.append_rows, plan.append_blocks, strict=True):
             self.tables[int(row)].append(int(block_id))
-        scheduled = [
-            ScheduledRow(*fields)
-            for fields in zip(
-                plan.rows.tolist(),
-                plan.num_computed.tolist(),
-                plan.num_tokens.tolist(),
-                plan.samples.tolist(),
-                strict=True,
-            )
-        ]
-        self.history.append(scheduled)
-        self._write(scheduled, plan.token_ids)
-        return self._sample(plan, scheduled)
+        self._copy(plan.copies)
+        num_samples = np.bincount(plan.sample_indices, minlength=len(plan.rows))
+        token_ids, computed, num_tokens = plan.token_ids.copy(), plan.num_computed, plan.num_tokens
+        of_token = np.repeat(plan.rows, num_tokens)
+        token_ids[plan.late] = [self.sampled[int(row)] for row in of_token[plan.late]]
+        tokens: list[npt.NDArray[np.int32]] = []
+        errors: dict[int, str] = {}
+        for _step in range(plan.num_steps):
+            if _step > 0:
+                computed, num_tokens = computed + num_tokens, np.ones_like(num_tokens)
+                token_ids = tokens[-1]
+            scheduled = [
+                ScheduledRow(int(row), int(before), int(count), int(samples))
+                for row, before, count, samples in zip(
+                    plan.rows, computed, num_tokens, num_samples, strict=True
+                )
+            ]
+            self.history.append(scheduled)
+            self._write(scheduled, token_ids)
+            row_tokens, errors = self._sample(plan, scheduled)
+            tokens.append(np.array(row_tokens, np.int32))
+            if errors or (self.interrupt is not None and self.interrupt()):
+                break
+        sampled_rows = plan.rows[plan.sample_indices].tolist()
+        # Of this plan alone: what an older one sampled is known by now.
+        self.sampled = dict(zip(sampled_rows, tokens[-1].tolist(), strict=True))
+        return StepResult(plan.step_id, np.stack(tokens), {}, errors)
+
+    def _copy(self, copies: npt.NDArray[np.int32]) -> None:
+        block_size = self.limits.block_size
+        before = self.slots.copy()
+        for source, target, num_slots in copies.tolist():
+            first, new = source * block_size, target * block_size
+            self.slots[new : new + num_slots] = before[first : first + num_slots]
 
     def read(self, row: Row | int, num_tokens: int) -> Slots:
         """Return the first slots of a row, through its table."""
@@ -102,21 +129,24 @@ class FingerprintRank:
         assert first == len(token_ids), "the plan's tokens do not add up"
         assert len(set(written)) == len(written), "two rows write one slot in one step"
 
-    def _sample(self, plan: StepPlan, scheduled: list[ScheduledRow]) -> StepResult:
+    def _sample(
+        self, plan: StepPlan, scheduled: list[ScheduledRow]
+    ) -> tuple[list[int], dict[int, str]]:
         tokens: list[int] = []
         errors: dict[int, str] = {}
-        for row, num_computed, num_tokens, samples in scheduled:
-            if not samples:
-                continue
+        for index, sibling in zip(plan.sample_indices, plan.sample_siblings, strict=True):
+            row, num_computed, num_tokens, _samples = scheduled[int(index)]
             start = self.starts[row]
             num_read = num_computed + num_tokens
             output_index = num_read - start.num_prompt_tokens
             assert start.params.seed is not None
-            if (start.params.seed, output_index) in self.poison:
+            draw = (start.params.seed, output_index, int(sibling))
+            if draw in self.poison or draw[:2] in self.poison:
                 errors[len(tokens)] = f"draw {output_index} is poisoned"
             slots = self.read(row, num_read)
-            tokens.append(next_token(slots, start.params, output_index, self.limits.vocab_size))
-        return StepResult(plan.step_id, np.array(tokens, np.int32), {}, errors)
+            vocab_size = self.limits.vocab_size
+            tokens.append(next_token(slots, start.params, output_index, vocab_size, int(sibling)))
+        return tokens, errors
 
     def _places(self, row: Row | int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         block_size = self.limits.block_size
@@ -131,8 +161,8 @@ class Expected(NamedTuple):
     finish: FinishReason
 
 
-def oracle(request: Request, limits: ModelLimits) -> Expected:
-    """Run a request alone, on a plain list of tokens."""
+def oracle(request: Request, limits: ModelLimits, sibling: int = 0) -> Expected:
+    """Run one sample of a request alone, on a plain list of tokens."""
     params = admit(request, limits).params
     assert params.max_tokens is not None
     stop_ids = set(params.stop_token_ids)
@@ -142,7 +172,7 @@ def oracle(request: Request, limits: ModelLimits) -> Expected:
     outputs: list[int] = []
     while True:
         slots = fingerprints(tokens, np.arange(len(tokens)))
-        token = next_token(slots, params, len(outputs), limits.vocab_size)
+        token = next_token(slots, params, len(outputs), limits.vocab_size, sibling)
         tokens.append(token)
         outputs.append(token)
         if len(outputs) >= params.min_tokens and token in stop_ids:

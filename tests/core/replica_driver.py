@@ -1,7 +1,8 @@
 """The shell of one replica in the tests: a toy rank, readers, and a clock that is set by hand."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from fingerprint_rank import FingerprintRank
 
@@ -45,8 +46,11 @@ def make_limits(
     vocab_size: int = 97,
     max_model_len: int = 4096,
     eos_token_ids: tuple[int, ...] = (),
+    max_num_seqs: int = 64,
 ) -> ModelLimits:
-    return ModelLimits(vocab_size, max_model_len, num_blocks, block_size, eos_token_ids)
+    return ModelLimits(
+        vocab_size, max_model_len, num_blocks, block_size, eos_token_ids, max_num_seqs
+    )
 
 
 def make_scope(block_size: int = 4) -> BlockScope:
@@ -54,7 +58,7 @@ def make_scope(block_size: int = 4) -> BlockScope:
 
 
 def make_request(
-    prompt: list[int] | range,
+    prompt: Sequence[int],
     max_tokens: int | None = 4,
     *,
     request_id: str = "q0",
@@ -97,15 +101,26 @@ class Reader:
     def __init__(self, consumer_id: str) -> None:
         self.consumer = Consumer(ConsumerId(consumer_id))
         self.streams: dict[RequestId, Stream] = {}
+        # Of further samples of one request.
+        self.siblings: dict[tuple[RequestId, int], Stream] = {}
 
     def open(self, request: Request) -> Stream:
         self.consumer.open(request)
         stream = self.streams[request.request_id] = Stream()
+        for sibling in range(1, request.params.n):
+            self.siblings[request.request_id, sibling] = Stream()
         return stream
+
+    def stream(self, request: Request, sibling: int) -> Stream:
+        if sibling == 0:
+            return self.streams[request.request_id]
+        return self.siblings[request.request_id, sibling]
 
     def accept(self, updates: list[StreamUpdate]) -> None:
         for update in updates:
             stream = self.streams[update.request_id]
+            if update.sibling:
+                stream = self.siblings[update.request_id, update.sibling]
             assert stream.finish is None, "an update after the last one"
             stream.token_ids += update.token_ids
             stream.finish, stream.error = update.finish, update.error
@@ -122,6 +137,8 @@ class ReplicaDriver:
         poison: Draws that raise, as FingerprintRank takes them.
         incarnation: Of the replica.
         replica_id: Of the replica.
+        pipeline_depth: Steps in flight.
+        max_decode_steps: Steps of one plan.
     """
 
     def __init__(
@@ -129,23 +146,34 @@ class ReplicaDriver:
         limits: ModelLimits,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
-        poison: Iterable[tuple[int, int]] = (),
+        poison: Iterable[tuple[int, ...]] = (),
         incarnation: int = 0,
         replica_id: ReplicaId = R0,
+        pipeline_depth: int = 1,
+        max_decode_steps: int = 1,
     ) -> None:
+        limits = dataclasses.replace(limits, max_num_seqs=max_num_seqs)
         self.limits = limits
         self.scope = make_scope(limits.block_size)
         batch = BatchConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            pipeline_depth=pipeline_depth,
+            max_decode_steps=max_decode_steps,
         )
         self.incarnation = Incarnation(incarnation)
         self.replica = Replica(replica_id, self.incarnation, limits, self.scope, batch, TIMEOUTS)
         self.rank = FingerprintRank(limits, poison)
         self.now = 0.0
-        self.plan: StepPlan | None = None
+        self.plans: deque[StepPlan] = deque()
         self.answers: list[AnswerPoll] = []
         self.reports: list[ReplicaReport] = []
         self.readers: dict[ConsumerId, Reader] = {}
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """The step in flight that finishes last."""
+        return self.plans[-1] if self.plans else None
 
     # --- events ---------------------------------------------------------------------------
 
@@ -155,8 +183,7 @@ class ReplicaDriver:
         for command in commands:
             match command:
                 case RunStep(plan):
-                    assert self.plan is None, "a second step is in flight"
-                    self.plan = plan
+                    self.plans.append(plan)
                 case AnswerPoll():
                     self.answers.append(command)
                 case ReplicaReport():
@@ -194,18 +221,16 @@ class ReplicaDriver:
     # --- steps ----------------------------------------------------------------------------
 
     def execute(self) -> StepResult:
-        """Run the step in flight on the rank, and do not report it yet."""
-        plan, self.plan = self.plan, None
-        assert plan is not None, "no step is in flight"
-        return self.rank.run(plan)
+        """Run the oldest step in flight on the rank, and do not report it yet."""
+        return self.rank.run(self.plans.popleft())
 
     def finish(self, result: StepResult) -> None:
         """Report a step that was executed."""
         self.send(StepFinished(result))
 
     def step(self) -> bool:
-        """Finish the step in flight; False where there is none."""
-        if self.plan is None:
+        """Finish the oldest step in flight; False where there is none."""
+        if not self.plans:
             return False
         self.finish(self.execute())
         return True

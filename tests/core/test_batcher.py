@@ -15,13 +15,14 @@ def plan_of(driver: ReplicaDriver) -> StepPlan:
     return driver.plan
 
 
-def scheduled(driver: ReplicaDriver) -> dict[str, tuple[int, int, bool]]:
+def scheduled(driver: ReplicaDriver) -> dict[str, tuple[int, int, int]]:
     """(num_computed, num_tokens, samples) of each request in the step in flight."""
     plan = plan_of(driver)
     rows = {s.row: s.request.request_id for s in driver.replica.batcher.running}
-    fields = zip(plan.rows, plan.num_computed, plan.num_tokens, plan.samples, strict=True)
+    num_samples = np.bincount(plan.sample_indices, minlength=len(plan.rows))
+    fields = zip(plan.rows, plan.num_computed, plan.num_tokens, num_samples, strict=True)
     return {
-        rows[Row(int(row))]: (int(computed), int(count), bool(samples))
+        rows[Row(int(row))]: (int(computed), int(count), int(samples))
         for row, computed, count, samples in fields
     }
 
@@ -47,9 +48,9 @@ def test_a_prompt_is_computed_and_then_one_token_a_step() -> None:
     (request,) = requests_named("q", max_tokens=3)
     driver.generate(request)
     assert driver.rank.history == [
-        [ScheduledRow(0, 0, 6, True)],
-        [ScheduledRow(0, 6, 1, True)],
-        [ScheduledRow(0, 7, 1, True)],
+        [ScheduledRow(0, 0, 6, 1)],
+        [ScheduledRow(0, 6, 1, 1)],
+        [ScheduledRow(0, 7, 1, 1)],
     ]
 
 
@@ -76,9 +77,10 @@ def test_the_arrays_of_a_plan_have_the_types_that_messages_promise() -> None:
     while driver.plan is not None:
         plan = plan_of(driver)
         arrays = [plan.append_rows, plan.append_blocks, plan.rows]
-        arrays += [plan.num_computed, plan.num_tokens, plan.token_ids]
+        arrays += [plan.num_computed, plan.num_tokens, plan.token_ids, plan.late]
+        arrays += [plan.copies, plan.sample_indices, plan.sample_siblings]
         assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
-        assert plan.samples.dtype == np.bool_
+        assert plan.copies.shape[1:] == (3,)
         assert all(start.block_ids.dtype == np.int32 for start in plan.starts)
         driver.step()
 
@@ -101,7 +103,7 @@ def test_a_long_prompt_is_computed_in_chunks_under_the_budget() -> None:
     while driver.plan is not None:
         chunks.append(scheduled(driver)["q"])
         driver.step()
-    assert chunks == [(0, 4, False), (4, 4, False), (8, 2, True)]
+    assert chunks == [(0, 4, 0), (4, 4, 0), (8, 2, 1)]
 
 
 def test_a_prefill_takes_what_decoding_leaves_of_the_budget() -> None:
@@ -269,11 +271,23 @@ def test_end_ids_can_be_ignored() -> None:
 @pytest.mark.parametrize("budget", [1, 2, 64])
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
+@pytest.mark.parametrize(("pipeline_depth", "max_decode_steps"), [(1, 1), (2, 1), (1, 4)])
 def test_the_smallest_pools_budgets_and_batches_serve_what_fits(
-    num_blocks: int, block_size: int, budget: int, max_num_seqs: int
+    num_blocks: int,
+    block_size: int,
+    budget: int,
+    max_num_seqs: int,
+    pipeline_depth: int,
+    max_decode_steps: int,
 ) -> None:
     limits = make_limits(num_blocks, block_size)
-    driver = ReplicaDriver(limits, max_num_seqs, budget)
+    driver = ReplicaDriver(
+        limits,
+        max_num_seqs,
+        budget,
+        pipeline_depth=pipeline_depth,
+        max_decode_steps=max_decode_steps,
+    )
     requests = []
     for num_prompt in range(1, limits.num_slots + 1):
         for priority in (1, 0):

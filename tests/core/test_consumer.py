@@ -1,3 +1,4 @@
+import numpy as np
 from replica_driver import make_request
 
 from rayserve_paged.core.consumer import Consumer
@@ -8,7 +9,9 @@ from rayserve_paged.core.messages import (
     PollTokens,
     ReplicaLost,
     StreamItem,
+    StreamName,
     TokenLogprobs,
+    TokenRun,
 )
 from rayserve_paged.core.request import FinishReason
 
@@ -27,14 +30,28 @@ def place(consumer: Consumer, replica_id: ReplicaId = R0, attempt: int = 0) -> l
     return [*consumer.placed(Placed(Q, Attempt(attempt), replica_id, LIFE, 9))]
 
 
-def delivery(*items: StreamItem, sequence: int = 1) -> Delivery:
+def delivery(*items: StreamItem | TokenRun, sequence: int = 1) -> Delivery:
     return Delivery(R0, LIFE, sequence, items)
 
 
+def name(attempt: int = 0, sibling: int = 0) -> StreamName:
+    return StreamName(Q, Attempt(attempt), sibling)
+
+
 def item(
-    index: int, *token_ids: int, attempt: int = 0, finish: FinishReason | None = None
+    index: int,
+    *token_ids: int,
+    attempt: int = 0,
+    sibling: int = 0,
+    finish: FinishReason | None = None,
 ) -> StreamItem:
-    return StreamItem(Q, Attempt(attempt), index, token_ids, (), 4, finish, None)
+    return StreamItem(name(attempt, sibling), index, token_ids, (), 4, finish, None)
+
+
+def run(*tokens: tuple[StreamName, int, int]) -> TokenRun:
+    """A run of (stream, output index, token)."""
+    names, indices, token_ids = zip(*tokens, strict=True)
+    return TokenRun(names, np.array(indices, np.int32), np.array(token_ids, np.int32))
 
 
 def lost(replica_id: ReplicaId = R0, life: Incarnation = LIFE) -> ReplicaLost:
@@ -55,11 +72,56 @@ def test_each_token_is_accepted_once() -> None:
     assert got[0][0].num_cached_tokens == 4
 
 
+def test_items_and_runs_of_one_stream_are_told_together() -> None:
+    consumer = make_consumer()
+    foreign = StreamName(RequestId("other"), Attempt(0), 0)
+    one, two = run((name(), 1, 6), (foreign, 0, 9)), run((name(), 2, 7))
+    end = item(3, 8, finish=FinishReason.LENGTH)
+    (update,) = consumer.deliver(delivery(item(0, 5), one, two, end))
+    assert (update.token_ids, update.finish) == ((5, 6, 7, 8), FinishReason.LENGTH)
+    assert update.num_cached_tokens == 4
+    assert consumer.open_requests == ()
+
+
+def test_tokens_of_a_run_are_accepted_once_and_a_gap_in_one_fails_its_stream() -> None:
+    consumer = make_consumer()
+    consumer.deliver(delivery(item(0, 5)))
+    (update,) = consumer.deliver(delivery(run((name(), 0, 5)), run((name(), 1, 6))))
+    assert (update.token_ids, update.num_cached_tokens) == ((6,), 4)
+    assert consumer.deliver(delivery(run((name(), 1, 6)))) == []
+    (update,) = consumer.deliver(delivery(run((name(), 3, 8)), item(2, 7)))
+    assert (update.token_ids, update.finish) == ((), FinishReason.ERROR)
+    assert update.error == "its stream skips from token 2 to token 3"
+
+
+def test_nothing_follows_the_end_of_a_stream() -> None:
+    consumer = make_consumer()
+    end = item(1, finish=FinishReason.CANCELLED)
+    (update,) = consumer.deliver(delivery(item(0, 5), end, run((name(), 1, 6)), item(2, 7)))
+    assert (update.token_ids, update.finish) == ((5,), FinishReason.CANCELLED)
+
+
+def test_the_samples_of_a_request_are_streams_of_their_own() -> None:
+    consumer = Consumer(ConsumerId("c0"))
+    consumer.open(make_request([1], 9, n=2))
+    place(consumer)
+    first = consumer.deliver(delivery(item(0, 5), item(0, 6, sibling=1), item(0, 7, sibling=2)))
+    assert [(u.sibling, u.token_ids) for u in first] == [(0, (5,)), (1, (6,))]
+    (update,) = consumer.deliver(delivery(item(1, 8, sibling=1, finish=FinishReason.STOP)))
+    assert (update.sibling, update.finish) == (1, FinishReason.STOP)
+    assert consumer.open_requests == (Q,)
+    assert consumer.serving() == {(R0, LIFE)}
+    assert consumer.deliver(delivery(item(2, 8, sibling=1))) == []
+    (update,) = consumer.lose([lost()])
+    assert (update.sibling, update.finish, update.error) == (0, FinishReason.ERROR, "a rank died")
+    assert consumer.serving() == set()
+
+
 def test_log_probabilities_of_known_tokens_are_dropped_with_them() -> None:
     consumer = make_consumer()
     consumer.deliver(delivery(item(0, 5)))
     logprobs = tuple(TokenLogprobs(-float(i), ()) for i in range(2))
-    again = StreamItem(Q, Attempt(0), 0, (5, 6), logprobs, 0, None, None)
+    again = StreamItem(name(), 0, (5, 6), logprobs, 0, None, None)
     (update,) = consumer.deliver(delivery(again))
     assert (update.token_ids, update.logprobs) == ((6,), logprobs[1:])
 

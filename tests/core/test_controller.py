@@ -58,6 +58,9 @@ def report(
         num_waiting=0,
         num_free_blocks=0,
         num_cached_blocks=0,
+        num_queried_tokens=0,
+        num_hit_tokens=0,
+        num_resumed_tokens=0,
         fenced=fenced,
     )
 

@@ -141,6 +141,9 @@ class ControllerMachine(RuleBasedStateMachine):
             num_waiting=0,
             num_free_blocks=0,
             num_cached_blocks=0,
+            num_queried_tokens=0,
+            num_hit_tokens=0,
+            num_resumed_tokens=0,
             fenced="a step failed" if fenced == 7 else None,
         )
         replica.keys = (replica.keys | published) - evicted

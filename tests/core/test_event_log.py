@@ -21,12 +21,14 @@ from rayserve_paged.core.event_log import (
 )
 from rayserve_paged.core.ids import Attempt, Incarnation, ReplicaId, RequestId, StepId
 from rayserve_paged.core.messages import (
+    AnswerPoll,
     Rejected,
     RunStep,
     StepFinished,
     StepResult,
     Tick,
     TokenLogprobs,
+    TokenRun,
 )
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.request import FinishReason
@@ -48,6 +50,7 @@ def recorded_run(seed: int) -> ClusterDriver:
             priority=draw.choice([0, 0, 1]),
             temperature=draw.choice([0.0, 0.7]),
             seed=number,
+            n=draw.choice([1, 1, 2]),
         )
         requests.append(request)
         cluster.submit(request)
@@ -100,27 +103,48 @@ def test_commands_read_back_too() -> None:
 
 def test_arrays_keep_their_type_and_dictionaries_their_keys() -> None:
     logprobs = {1: TokenLogprobs(-0.25, ((3, -0.25), (4, float("-inf"))))}
-    result = StepResult(StepId(7), np.array([3, 4], np.int32), logprobs, {0: "NaN"})
+    result = StepResult(StepId(7), np.array([[3, 4]], np.int32), logprobs, {0: "NaN"})
     line = to_line(LoggedEvent("r0", 1.5, StepFinished(result)))
     (entry,) = read_lines([line, "", "  \n"])
     assert (entry.machine, entry.now) == ("r0", 1.5)
     assert isinstance(entry.event, StepFinished)
     read = entry.event.result
     assert read.token_ids.dtype == np.int32
-    assert read.token_ids.tolist() == [3, 4]
+    assert read.token_ids.tolist() == [[3, 4]]
     assert (read.step_id, read.logprobs, read.errors) == (7, logprobs, {0: "NaN"})
 
 
-def test_a_plan_keeps_its_booleans() -> None:
+def test_a_plan_keeps_its_arrays() -> None:
     cluster = ClusterDriver([LIMITS])
-    cluster.submit(make_request([1, 2, 3]))
+    cluster.submit(make_request([1, 2, 3], n=2))
     (run,) = [command for command in cluster.commands if isinstance(command, RunStep)]
     read = decode(json.loads(json.dumps(encode(run))))
     assert isinstance(read, RunStep)
-    assert read.plan.samples.dtype == np.bool_
-    assert read.plan.samples.tolist() == [True]
     assert read.plan.starts[0].block_ids.dtype == np.int32
-    assert read.plan.append_rows.dtype == np.int32
+    for name in ("append_rows", "copies", "late", "sample_indices", "sample_siblings"):
+        array, expected = getattr(read.plan, name), getattr(run.plan, name)
+        assert array.dtype == np.int32
+        assert array.shape == expected.shape
+        assert array.tolist() == expected.tolist()
+    assert read.plan.sample_siblings.tolist() == [0, 1]
+
+
+def test_a_delivery_keeps_its_runs() -> None:
+    runs = [
+        item
+        for command in recorded_run(7).commands
+        if isinstance(command, AnswerPoll)
+        for item in command.delivery.items
+        if isinstance(item, TokenRun)
+    ]
+    assert runs
+    for run in runs:
+        read = decode(json.loads(json.dumps(encode(run))))
+        assert isinstance(read, TokenRun)
+        assert read.names == run.names
+        assert read.indices.dtype == read.token_ids.dtype == np.int32
+        assert read.indices.tolist() == run.indices.tolist()
+        assert read.token_ids.tolist() == run.token_ids.tolist()
 
 
 def test_errors_read_back_as_themselves() -> None:

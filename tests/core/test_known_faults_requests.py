@@ -75,10 +75,28 @@ def test_b87_stop_ids_outside_the_vocabulary_are_refused() -> None:
         SamplingParams(stop_token_ids=[-1])
 
 
-@pytest.mark.parametrize("name", ["logit_bias", "allowed_token_ids", "logprob_token_ids"])
-def test_b87_fields_that_do_not_exist_are_refused(name: str) -> None:
-    fields: dict[str, Any] = {name: [-1]}
-    with pytest.raises(TypeError, match=name):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {100: 5}),
+        ("logit_bias", {-1: 5}),
+        ("allowed_token_ids", [100]),
+        ("allowed_token_ids", []),
+    ],
+)
+def test_b87_biased_and_allowed_ids_outside_the_vocabulary_are_refused(
+    field: str,
+    value: Any,  # noqa: ANN401
+) -> None:
+    fields: dict[str, Any] = {field: value}
+    with pytest.raises(InvalidInputError) as refused:
+        admit(make_request([5], 10, **fields), make_limits(vocab_size=100))
+    assert refused.value.field == field
+
+
+def test_b87_a_field_that_does_not_exist_is_refused() -> None:
+    fields: dict[str, Any] = {"logprob_token_ids": [-1]}
+    with pytest.raises(TypeError, match="logprob_token_ids"):
         SamplingParams(**fields)
 
 
@@ -123,8 +141,16 @@ def test_b88_nonsense_sampling_numbers_are_refused(field: str, value: Any) -> No
 # --- neighbours -------------------------------------------------------------------------------
 
 
-def test_b80_cancels_at_and_between_steps_leave_the_rest_of_the_batch_alone() -> None:
-    driver = ReplicaDriver(make_limits(num_blocks=80), max_num_seqs=4)
+@pytest.mark.parametrize(("pipeline_depth", "max_decode_steps"), [(1, 1), (2, 1), (1, 8)])
+def test_b80_cancels_at_and_between_steps_leave_the_rest_of_the_batch_alone(
+    pipeline_depth: int, max_decode_steps: int
+) -> None:
+    driver = ReplicaDriver(
+        make_limits(num_blocks=80),
+        max_num_seqs=4,
+        pipeline_depth=pipeline_depth,
+        max_decode_steps=max_decode_steps,
+    )
     requests = [make_request([i] * 5, 50, request_id=f"q{i}") for i in range(5)]
     streams = [driver.submit(request) for request in requests[:4]]
     while driver.sequence(requests[1]).num_outputs < 3:
@@ -221,6 +247,43 @@ def test_b100_a_seeded_stream_does_not_depend_on_its_neighbours() -> None:
     assert cluster.placed[seeded.request_id] == "r1"
     cluster.run()
     assert stream.token_ids == expected
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_b100_the_samples_of_a_seeded_request_are_reproducible_and_different(
+    pipeline_depth: int,
+) -> None:
+    limits = make_limits(num_blocks=64)
+    single = make_request([1, 2, 3], 16, temperature=0.8, seed=42)
+    pair = make_request([1, 2, 3], 16, temperature=0.8, seed=42, n=2)
+    expected = [oracle(pair, limits, sibling).token_ids for sibling in (0, 1)]
+    assert expected[0] == oracle(single, limits).token_ids
+    assert expected[0] != expected[1]
+    others = [
+        make_request([i], 16, request_id=f"n{i}", temperature=0.8, seed=i, n=1 + i % 2)
+        for i in range(1, 5)
+    ]
+    for before, after in ([], []), (others[:1], []), (others, []), ([], others):
+        driver = ReplicaDriver(limits, max_num_seqs=12, pipeline_depth=pipeline_depth)
+        driver.generate(*before, pair, *after)
+        got = [driver.reader().stream(pair, sibling).token_ids for sibling in (0, 1)]
+        assert got == expected
+
+
+def test_b100_a_seeded_stream_goes_on_after_a_preemption_as_without_one() -> None:
+    limits = make_limits(num_blocks=9)
+    pair = make_request([1, 2, 3], 16, temperature=0.8, seed=42, n=2)
+    driver = ReplicaDriver(limits)
+    driver.submit(pair)
+    while driver.replica.sequences[0].num_outputs < 8:
+        driver.step()
+    # Takes the blocks of what is served last, from the eighth token on.
+    urgent = make_request(range(16), 14, request_id="urgent", priority=-1)
+    driver.submit(urgent)
+    driver.run()
+    assert driver.replica.batcher.num_preemptions > 0
+    got = [driver.reader().stream(pair, sibling).token_ids for sibling in (0, 1)]
+    assert got == [oracle(pair, limits, sibling).token_ids for sibling in (0, 1)]
 
 
 def test_b107_the_books_are_at_zero_after_10000_requests_and_two_deaths() -> None:

@@ -3,7 +3,10 @@
 The numbers are the cases' own. "Free" is FREE + CACHED.
 """
 
+import itertools
+
 import pytest
+from batcher_driver import BatcherDriver
 from fingerprint_rank import FingerprintRank, ScheduledRow, oracle
 from replica_driver import (
     ReplicaDriver,
@@ -70,9 +73,15 @@ def test_b34c_a_request_that_fills_the_pool_to_the_last_slot_completes() -> None
     assert driver.replica.batcher.num_preemptions == 0
 
 
-def test_b35_preempted_requests_make_progress() -> None:
+@pytest.mark.parametrize(("pipeline_depth", "max_decode_steps"), [(1, 1), (2, 1), (1, 8)])
+def test_b35_preempted_requests_make_progress(pipeline_depth: int, max_decode_steps: int) -> None:
     limits = make_limits(num_blocks=20, block_size=16)
-    driver = ReplicaDriver(limits, max_num_batched_tokens=64)
+    driver = ReplicaDriver(
+        limits,
+        max_num_batched_tokens=64,
+        pipeline_depth=pipeline_depth,
+        max_decode_steps=max_decode_steps,
+    )
     requests = [make_request([i] * 96, 96, request_id=f"r{i}") for i in (1, 2, 3)]
     streams = [driver.submit(request) for request in requests]
     sequences = [driver.sequence(request) for request in requests]
@@ -115,6 +124,49 @@ def test_b38_four_long_prompts_run_together_within_20_steps() -> None:
     assert all(sequence.num_outputs > 0 for sequence in driver.replica.sequences)
 
 
+SHORT_PROMPT_BOUND_STEPS = 5
+"""Within so many steps a prompt that fits into a quarter of the budget has its first token,
+whatever prefill was there before: in the first it may have to give way to those before it."""
+
+
+def test_b38_a_short_request_is_served_within_5_steps_while_a_long_prefill_goes_on() -> None:
+    limits = make_limits(num_blocks=4200, block_size=16, max_model_len=70_000)
+    scope = make_scope(16)
+    batcher = Batcher(KVManager(BlockPool(limits.num_blocks), 16), 4, 64)
+    rank = FingerprintRank(limits)
+    names = iter(range(3))
+
+    def add(prompt: list[int]) -> SequenceState:
+        arrival = next(names)
+        request = make_request(prompt, 100, request_id=f"q{arrival}")
+        keys = prompt_keys(request, scope)
+        sequence = SequenceState(request, keys, scope.root(), arrival, (), 16)
+        batcher.add(sequence)
+        return sequence
+
+    def step() -> None:
+        plan = batcher.plan_step()
+        assert plan is not None
+        assert len(plan.token_ids) <= 64
+        batcher.commit(rank.run(plan))
+        assert long in batcher.running
+        progress.append(batcher.num_computed(long))
+
+    progress = [0]
+    long, parked = add([1] * 64_000), add([2] * 40)
+    while parked.num_outputs < 8:
+        step()
+    batcher.preempt(parked)  # From now on it waits, and is ready.
+    short = add([3] * 10)
+    for _ in range(SHORT_PROMPT_BOUND_STEPS):
+        step()
+    assert parked.phase is short.phase is Phase.RUNNING
+    assert parked.num_outputs > 8
+    assert short.num_outputs > 0
+    assert min(after - before for before, after in itertools.pairwise(progress)) >= 45
+    assert long.num_outputs == 0
+
+
 def test_b42_a_victim_is_not_part_of_the_step_that_it_gave_way_to() -> None:
     limits = make_limits(num_blocks=6)
     driver = ReplicaDriver(limits)
@@ -144,29 +196,22 @@ class Preempted:
     """Runs one request on a batcher, with its preemption forced after chosen output tokens."""
 
     def __init__(self, request: Request, limits: ModelLimits, budget: int, evict: bool) -> None:
-        self.kv = KVManager(BlockPool(limits.num_blocks), limits.block_size)
-        self.batcher = Batcher(self.kv, 4, budget)
-        self.rank = FingerprintRank(limits)
+        self.driver = BatcherDriver(request, limits, budget)
+        self.sequence = self.driver.first
         self.evict = evict
-        scope = make_scope(limits.block_size)
-        root = scope.root()
-        keys = prompt_keys(request, scope)
-        self.sequence = SequenceState(request, keys, root, 0, (), limits.block_size)
-        self.batcher.add(self.sequence)
 
     def step(self) -> ScheduledRow:
-        plan = self.batcher.plan_step()
-        assert plan is not None
-        self.batcher.commit(self.rank.run(plan))
-        (row,) = self.rank.history[-1]
+        self.driver.step()
+        (row,) = self.driver.rank.history[-1]
         return row
 
     def preempt(self) -> None:
-        self.batcher.preempt(self.sequence)
+        self.driver.batcher.preempt(self.sequence)
         if self.evict:
-            table = self.kv.open([])
-            self.kv.grow(table, self.kv.pool.num_blocks * self.kv.block_size)
-            self.kv.close(table)
+            kv = self.driver.kv
+            table = kv.open([])
+            kv.grow(table, kv.pool.num_blocks * kv.block_size)
+            kv.close(table)
 
     def run(self, preempt_after: list[int]) -> list[list[ScheduledRow]]:
         """Run to the end; return the resumed prefills, each up to the step that samples."""
@@ -202,7 +247,7 @@ def test_b46_a_resumed_request_recomputes_prompt_and_outputs(
     for k, prefill in zip(preempt_after, resumed, strict=True):
         first, last = prefill[0], prefill[-1]
         assert last.num_computed + last.num_tokens == 10 + k
-        assert [row.samples for row in prefill] == [False] * (len(prefill) - 1) + [True]
+        assert [row.samples for row in prefill] == [0] * (len(prefill) - 1) + [1]
         if evict:
             assert first.num_computed == 0
             assert sum(row.num_tokens for row in prefill) == 10 + k
@@ -221,18 +266,33 @@ def test_b47_a_resumed_history_longer_than_the_prompt_is_prefilled_in_chunks() -
     run.preempt()
     chunks = [run.step() for _ in range(5)]
     assert [row.num_tokens for row in chunks] == [256, 256, 256, 256, 3]
-    assert [row.samples for row in chunks] == [False, False, False, False, True]
+    assert [row.samples for row in chunks] == [0, 0, 0, 0, 1]
     assert run.sequence.num_outputs == 1025
     assert tuple(run.sequence.tokens[3:]) == oracle(request, limits).token_ids[:1025]
 
 
-def test_b60_no_step_is_over_budget_whatever_reuse_promised() -> None:
-    limits = make_limits(num_blocks=9, block_size=16)
-    driver = ReplicaDriver(limits, max_num_batched_tokens=64)
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [5, 7, 9])
+def test_b60_no_step_is_over_budget_whatever_reuse_promised(
+    num_blocks: int, pipeline_depth: int
+) -> None:
+    limits = make_limits(num_blocks, block_size=16)
+    driver = ReplicaDriver(limits, max_num_batched_tokens=64, pipeline_depth=pipeline_depth)
     shared = list(range(32))
     requests = [make_request(shared + [40 + i] * 16, 1, request_id=f"q{i}") for i in range(3)]
-    for request, stream in zip(requests, driver.generate(*requests), strict=True):
+    # Takes 48 of the first step's budget, so that 16 tokens of the first prompt are computed.
+    driver.submit(make_request([90], 1, request_id="before"))
+    driver.submit(make_request([91] * 48, 1, request_id="other", priority=-1))
+    streams = [driver.submit(requests[0])]
+    driver.step()
+    if num_blocks > 5 and pipeline_depth == 1:
+        driver.step()
+        assert driver.replica.batcher.num_computed(driver.sequence(requests[0])) == 16
+    streams += [driver.submit(request) for request in requests[1:]]
+    driver.run()
+    for request, stream in zip(requests, streams, strict=True):
         assert stream.token_ids == oracle(request, limits).token_ids
+    assert driver.num_free == num_blocks
     assert max(sum(row.num_tokens for row in step) for step in driver.rank.history) <= 64
 
 
@@ -252,14 +312,21 @@ def test_b64_a_model_limit_that_is_no_multiple_of_the_block_size_is_kept() -> No
         assert len(driver.reader().streams[a.request_id].token_ids) == limit - 1
 
 
-def test_b82_a_cancel_during_the_last_step_is_a_cancel() -> None:
-    driver = ReplicaDriver(make_limits(num_blocks=50), max_num_seqs=50, max_num_batched_tokens=512)
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_b82_a_cancel_during_the_last_step_is_a_cancel(pipeline_depth: int) -> None:
+    driver = ReplicaDriver(
+        make_limits(num_blocks=50),
+        max_num_seqs=50,
+        max_num_batched_tokens=512,
+        pipeline_depth=pipeline_depth,
+    )
     requests = [make_request([i, 1, 2], 1, request_id=f"q{i}") for i in range(50)]
     streams = [driver.submit(request) for request in requests]
     driver.step()
     for request in requests[1:]:
         driver.cancel(request)
-    driver.step()
+    for _ in range(pipeline_depth):
+        driver.step()
     assert driver.num_free == 50
     driver.run()
     assert [stream.finish for stream in streams[1:]] == [FinishReason.CANCELLED] * 49
@@ -281,3 +348,40 @@ def test_b114_output_tokens_are_counted_once_whatever_was_preempted() -> None:
     assert victim.num_outputs == 2, "its prefill and one decode step"
     driver.run()
     assert sum(len(stream.token_ids) for stream in streams) == 8
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_b115_a_prefix_is_looked_up_once_for_each_request_and_resuming_counts_apart(
+    pipeline_depth: int,
+) -> None:
+    driver = ReplicaDriver(make_limits(num_blocks=8, block_size=16), pipeline_depth=pipeline_depth)
+    batcher = driver.replica.batcher
+    urgent = make_request(range(70), 11, request_id="urgent", consumer_id="urgent")
+    driver.submit(urgent)
+    request = make_request([90, *range(63)], 30)
+    stream = driver.submit(request)
+    num_waited = 0
+    while driver.sequence(request).phase is Phase.WAITING:
+        driver.step()
+        num_waited += 1
+    assert num_waited >= 10
+    assert (batcher.num_queried_tokens, batcher.num_hit_tokens) == (70 + 64, 0)
+    assert driver.sequence(request).num_preemptions == 0
+    driver.step()
+    # Takes blocks from it once, and leaves some of those that it has filled in the cache.
+    driver.submit(make_request([91] * 30, 40, request_id="other", priority=-1))
+    victim = driver.sequence(request)
+    driver.run()
+    assert victim.num_preemptions == 1
+    assert stream.token_ids == oracle(request, driver.limits).token_ids
+    assert (batcher.num_queried_tokens, batcher.num_hit_tokens) == (70 + 64 + 30, 0)
+    resumed = [row.num_computed for step in driver.rank.history for row in step]
+    assert batcher.num_resumed_tokens in resumed
+    assert batcher.num_resumed_tokens % 16 == 0
+    assert batcher.num_resumed_tokens > 0
+    report = driver.reports[-1]
+    assert (report.num_queried_tokens, report.num_hit_tokens) == (164, 0)
+    assert report.num_resumed_tokens == batcher.num_resumed_tokens
+    driver.generate(make_request([91] * 30, 1, request_id="again"))
+    assert (batcher.num_queried_tokens, batcher.num_hit_tokens) == (164 + 30, 16)
+    assert batcher.num_resumed_tokens == report.num_resumed_tokens

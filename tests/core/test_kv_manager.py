@@ -93,3 +93,59 @@ def test_a_discard_leaves_what_others_hold() -> None:
     manager.close(other)
     assert manager.pool.cached_ids == (0,)
     assert manager.pool.num_free == 2
+
+
+def test_a_fork_shares_every_block_and_the_tail_is_replaced_by_a_new_one() -> None:
+    manager = KVManager(BlockPool(4), block_size=4)
+    table = manager.open([])
+    manager.grow(table, 6)
+    child = manager.fork(table)
+    assert child.block_ids == table.block_ids == [0, 1]
+    assert [manager.pool.count(block_id) for block_id in table.block_ids] == [2, 2]
+    assert manager.replace(child, 1) == (1, 2)
+    assert (table.block_ids, child.block_ids) == ([0, 1], [0, 2])
+    assert manager.pool.count(BlockId(1)) == 2, "the old one is held until it was copied"
+    manager.pool.release([BlockId(1)])
+    manager.close(table)
+    assert manager.pool.num_held == 2
+    manager.close(child)
+    assert manager.pool.num_free == 4
+
+
+def test_a_block_is_not_replaced_where_none_is_available() -> None:
+    manager = KVManager(BlockPool(2), block_size=4)
+    table = manager.open([])
+    manager.grow(table, 6)
+    child = manager.fork(table)
+    assert manager.replace(child, 1) is None
+    assert child.block_ids == [0, 1]
+    assert manager.pool.count(BlockId(1)) == 2
+
+
+def test_a_block_that_is_evicted_to_replace_another_stops_being_matchable() -> None:
+    manager = KVManager(BlockPool(3), block_size=4)
+    (key,) = extend_chain(make_scope().root(), range(4), 4)
+    old = manager.open([])
+    manager.grow(old, 4)
+    manager.seal(old.block_ids[0], key)
+    manager.close(old)
+    table = manager.open([])
+    manager.grow(table, 6)
+    child = manager.fork(table)
+    assert manager.match([key], 5) == [0]
+    assert manager.replace(child, 1) == (2, 0)
+    assert manager.match([key], 5) == []
+
+
+def test_what_is_discarded_of_a_fork_is_what_it_holds_alone() -> None:
+    manager = KVManager(BlockPool(4), block_size=4)
+    first, second = extend_chain(make_scope().root(), range(8), 4)
+    table = manager.open([])
+    manager.grow(table, 4)
+    manager.seal(table.block_ids[0], first)
+    child = manager.fork(table)
+    manager.grow(child, 8)
+    manager.seal(child.block_ids[1], second)
+    manager.discard(child)
+    assert manager.match([first, second], 9) == [0]
+    assert manager.pool.num_free == 3

@@ -1,10 +1,19 @@
+import numpy as np
+
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import AnswerPoll, PollTokens, StreamItem, TokenLogprobs
+from rayserve_paged.core.messages import (
+    AnswerPoll,
+    PollTokens,
+    StreamItem,
+    StreamName,
+    TokenLogprobs,
+    TokenRun,
+)
 from rayserve_paged.core.outbox import LEASES_TO_REMEMBER, Outbox
 from rayserve_paged.core.request import FinishReason
 
 ANN, BOB = ConsumerId("ann"), ConsumerId("bob")
-Q = RequestId("q")
+Q = StreamName(RequestId("q"), Attempt(0), 0)
 
 
 def make_outbox() -> Outbox:
@@ -20,16 +29,21 @@ def put(
     attempt: int = 0,
     finish: FinishReason | None = None,
 ) -> None:
-    outbox.put(ANN, Q, Attempt(attempt), index, token_ids, finish=finish)
+    name = StreamName(Q.request_id, Attempt(attempt), 0)
+    outbox.put(ANN, StreamItem(name, index, token_ids, (), 0, finish, None))
 
 
-def items(answers: list[AnswerPoll]) -> tuple[StreamItem, ...]:
+def items(answers: list[AnswerPoll]) -> tuple[StreamItem | TokenRun, ...]:
     (answer,) = answers
     return answer.delivery.items
 
 
+def single_items(answers: list[AnswerPoll]) -> list[StreamItem]:
+    return [item for item in items(answers) if isinstance(item, StreamItem)]
+
+
 def tokens(answers: list[AnswerPoll]) -> list[tuple[int, tuple[int, ...]]]:
-    return [(item.index, item.token_ids) for item in items(answers)]
+    return [(item.index, item.token_ids) for item in single_items(answers)]
 
 
 def test_tokens_gather_until_a_poll_takes_them() -> None:
@@ -40,7 +54,24 @@ def test_tokens_gather_until_a_poll_takes_them() -> None:
     assert (answer.consumer_id, answer.poll_id) == (ANN, 1)
     delivery = answer.delivery
     assert (delivery.replica_id, delivery.incarnation, delivery.sequence) == ("r0", 3, 1)
-    assert delivery.items == (StreamItem(Q, Attempt(0), 0, (7, 8), (), 0, None, None),)
+    assert delivery.items == (
+        StreamItem(Q, 0, (7,), (), 0, None, None),
+        StreamItem(Q, 1, (8,), (), 0, None, None),
+    )
+
+
+def test_runs_of_many_streams_keep_their_place_among_single_items() -> None:
+    outbox = make_outbox()
+    other = StreamName(RequestId("other"), Attempt(2), 1)
+    run = TokenRun((Q, other), np.array([1, 5], np.int32), np.array([8, 9], np.int32))
+    put(outbox, 0, 7)
+    outbox.put(ANN, run)
+    put(outbox, 2, 6, finish=FinishReason.STOP)
+    first, second, third = items(outbox.poll(PollTokens(ANN, 1, 0), 0.0))
+    assert (first, second) == (StreamItem(Q, 0, (7,), (), 0, None, None), run)
+    assert third == StreamItem(Q, 2, (6,), (), 0, FinishReason.STOP, None)
+    assert items(outbox.poll(PollTokens(ANN, 2, 0), 0.0)) == (first, run, third)
+    assert outbox.poll(PollTokens(ANN, 3, 2), 0.0) == []
 
 
 def test_a_poll_waits_for_news_and_is_answered_once() -> None:
@@ -113,21 +144,26 @@ def test_log_probabilities_go_with_their_tokens() -> None:
     outbox = make_outbox()
     logprobs = [TokenLogprobs(-0.5, ((7, -0.5),)), TokenLogprobs(-1.5, ())]
     for index, one in enumerate(logprobs):
-        outbox.put(ANN, Q, Attempt(0), index, (7 + index,), one, num_cached_tokens=4)
-    (item,) = items(outbox.poll(PollTokens(ANN, 1, 0), 0.0))
-    assert (item.token_ids, item.logprobs) == ((7, 8), tuple(logprobs))
-    assert item.num_cached_tokens == 4
+        outbox.put(ANN, StreamItem(Q, index, (7 + index,), (one,), 4, None, None))
+    got = single_items(outbox.poll(PollTokens(ANN, 1, 0), 0.0))
+    assert [(item.token_ids, item.logprobs) for item in got] == [
+        ((7,), (logprobs[0],)),
+        ((8,), (logprobs[1],)),
+    ]
+    assert {item.num_cached_tokens for item in got} == {4}
 
 
-def test_an_ended_item_is_closed_to_the_next_request_of_its_name() -> None:
+def test_the_end_of_one_attempt_and_the_begin_of_the_next_are_kept_apart() -> None:
     outbox = make_outbox()
     put(outbox, 0, 7)
     put(outbox, 1, finish=FinishReason.CANCELLED)
     put(outbox, 0, 9, attempt=1)
-    first, second = items(outbox.poll(PollTokens(ANN, 1, 0), 0.0))
-    assert (first.attempt, first.token_ids, first.finish) == (0, (7,), FinishReason.CANCELLED)
-    assert (second.attempt, second.index, second.token_ids) == (1, 0, (9,))
-    assert second.finish is None
+    got = single_items(outbox.poll(PollTokens(ANN, 1, 0), 0.0))
+    assert [(i.name.attempt, i.index, i.token_ids, i.finish) for i in got] == [
+        (0, 0, (7,), None),
+        (0, 1, (), FinishReason.CANCELLED),
+        (1, 0, (9,), None),
+    ]
 
 
 # --- leases -----------------------------------------------------------------------------------
@@ -161,8 +197,9 @@ def test_a_consumer_that_was_held_up_learns_how_its_requests_ended() -> None:
     put(outbox, 0, 7)
     assert outbox.tick(10.0) == ([], [ANN])
     put(outbox, 1, finish=FinishReason.CANCELLED)
-    (item,) = items(outbox.poll(PollTokens(ANN, 1, 0), 30.0))
-    assert (item.token_ids, item.finish) == ((7,), FinishReason.CANCELLED)
+    token, end = single_items(outbox.poll(PollTokens(ANN, 1, 0), 30.0))
+    assert (token.token_ids, token.finish) == ((7,), None)
+    assert (end.index, end.token_ids, end.finish) == (1, (), FinishReason.CANCELLED)
 
 
 def test_a_consumer_is_forgotten_after_many_leases_with_what_it_is_owed() -> None:
@@ -191,5 +228,5 @@ def test_a_forgotten_consumer_that_comes_back_cannot_acknowledge_what_it_has_not
 
 def test_nothing_is_kept_for_a_consumer_that_was_never_met() -> None:
     outbox = make_outbox()
-    outbox.put(BOB, Q, Attempt(0), 0, (7,))
+    outbox.put(BOB, StreamItem(Q, 0, (7,), (), 0, None, None))
     assert outbox.poll(PollTokens(BOB, 1, 0), 0.0) == []

@@ -1,7 +1,8 @@
+import numpy as np
 import pytest
 
 from rayserve_paged.core.ids import ReplicaId
-from rayserve_paged.core.policy import ReplicaLoad, can_admit, choose_replica
+from rayserve_paged.core.policy import ReplicaLoad, can_admit, choose_replica, deal_budget
 
 
 def load(name: str, num_cached_blocks: int, num_pending_tokens: int) -> ReplicaLoad:
@@ -49,3 +50,59 @@ def test_a_history_must_fit_beside_promises_and_a_block_of_headroom_for_each_run
         num_blocks_promised=promised,
         num_running=running,
     )
+
+
+@pytest.mark.parametrize(
+    ("pending", "budget", "newcomers", "dealt"),
+    [
+        # All that is pending fits.
+        ([1, 1, 1], 8, False, [1, 1, 1]),
+        ([1, 5, 1], 8, False, [1, 5, 1]),
+        ([], 8, True, []),
+        # Who is one token behind goes first, whoever is served first; the earlier ones where few.
+        ([9, 1, 1], 2, False, [0, 1, 1]),
+        ([1, 1, 1, 1], 3, True, [1, 1, 1, 0]),
+        ([0, 1, 0, 1], 1, False, [0, 1, 0, 0]),
+        # One prefill alone takes what is left, or three quarters of it where newcomers wait.
+        ([1, 100], 9, False, [1, 8]),
+        ([1, 100], 9, True, [1, 6]),
+        ([100], 1, True, [1]),
+        ([100], 3, True, [3]),
+        ([100], 4, True, [3]),
+        ([5], 8, True, [5]),
+        # A quarter goes to the others, the shortest first; what they leave goes on.
+        ([100, 50, 2], 8, False, [6, 0, 2]),
+        ([100, 50, 1], 9, False, [6, 2, 1]),
+        ([100, 3, 3], 16, False, [12, 3, 1]),
+        ([4, 50, 60], 16, False, [4, 12, 0]),
+        # Where newcomers wait, the quarter is theirs.
+        ([100, 50], 64, True, [48, 0]),
+        ([20, 50, 60], 64, True, [20, 28, 0]),
+        ([100, 0, 3], 8, False, [6, 0, 2]),
+    ],
+)
+def test_a_budget_goes_to_decoding_then_the_first_prefill_then_the_shortest(
+    pending: list[int], budget: int, newcomers: bool, dealt: list[int]
+) -> None:
+    got = deal_budget(np.array(pending, np.int32), budget, newcomers=newcomers)
+    assert got.tolist() == dealt
+
+
+def test_whatever_is_pending_the_budget_is_kept_and_the_first_prefill_goes_on() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(2000):
+        pending = draw.integers(0, draw.choice([2, 4, 40]), draw.integers(0, 9)).astype(np.int32)
+        budget, newcomers = int(draw.integers(1, 40)), bool(draw.integers(2))
+        dealt = deal_budget(pending, budget, newcomers=newcomers)
+        assert (dealt >= 0).all()
+        assert (dealt <= pending).all()
+        assert dealt.sum() <= budget
+        num_decoding = int((pending == 1).sum())
+        assert dealt[pending == 1].sum() == min(num_decoding, budget)
+        left = budget - num_decoding
+        prefills = np.flatnonzero(pending > 1)
+        if len(prefills) and left > 0:
+            first = prefills[0]
+            assert dealt[first] >= min(pending[first], left - left // 4, left)
+        if not newcomers:
+            assert dealt.sum() == min(budget, pending.sum()), "nothing is left over"

@@ -67,6 +67,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99), num_tokens=st.integers(1, 6))
     def write(self, pick: int, num_tokens: int) -> None:
         writer = self.writers[pick % len(self.writers)]
+        if not self.owns_tail(writer):
+            return
         end = min(writer.num_written + num_tokens, len(writer.story))
         num_missing = writer.table.num_missing(end)
         num_free = self.pool.num_free
@@ -85,6 +87,41 @@ class PoolMachine(RuleBasedStateMachine):
         for position in range(writer.num_written, end):
             self.memory[writer.table.slot(position)] = (writer.story[position], position)
         writer.num_written = end
+
+    def owns_tail(self, writer: Writer) -> bool:
+        """Copy the block that is written next where it is shared; False where none is left."""
+        index, num_filled = divmod(writer.num_written, self.block_size)
+        if not num_filled or self.pool.count(writer.table.block_ids[index]) == 1:
+            return True
+        num_free, num_left = self.pool.num_free, self.pool.num_blocks - len(self.held())
+        before = list(writer.table.block_ids)
+        replaced = self.kv.replace(writer.table, index)
+        if replaced is None:
+            assert num_left == 0
+            assert writer.table.block_ids == before
+            return False
+        old, new = replaced
+        assert (before[index], writer.table.block_ids[index]) == (old, new)
+        assert num_free or new == self.cached.pop(0), "free first, then the oldest"
+        tables = [writer.table.block_ids for writer in self.writers]
+        invariants.check_pool(self.pool, tables, copy_sources=[[old]])
+        for offset in range(num_filled):
+            self.memory[new * self.block_size + offset] = self.memory[
+                old * self.block_size + offset
+            ]
+        self.pool.release([old])
+        return True
+
+    @precondition(lambda self: self.writers)
+    @rule(pick=st.integers(0, 99), tokens=st.sampled_from([20, 21]))
+    def fork(self, pick: int, tokens: int) -> None:
+        parent = self.writers[pick % len(self.writers)]
+        num_written = parent.num_written
+        story = parent.story[:num_written] + [tokens] * (len(parent.story) - num_written)
+        table = self.kv.fork(parent.table)
+        assert table.block_ids == parent.table.block_ids
+        keys = extend_chain(self.root, story, self.block_size)
+        self.writers.append(Writer(story, keys, table, num_written, parent.num_sealed))
 
     @precondition(lambda self: self.writers)
     @rule(pick=st.integers(0, 99))

@@ -55,3 +55,12 @@ def test_what_came_and_went_between_two_reports_is_not_told() -> None:
     index.publish(A, BlockId(2))
     assert not index.has_changes
     assert list(index.items()) == [(A, 2)]
+
+
+def test_a_block_that_is_published_again_by_a_fork_has_not_changed() -> None:
+    index = PrefixIndex()
+    assert index.publish(A, BlockId(3))
+    assert index.publish(A, BlockId(3))
+    assert index.take_changes() == ((A,), ())
+    assert index.publish(A, BlockId(3))
+    assert not index.has_changes

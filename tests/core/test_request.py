@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -33,6 +34,14 @@ def test_the_defaults_are_those_that_users_expect() -> None:
         {"logprobs": 0},
         {"logprobs": 20},
         {"stop": ["x"] * 16},
+        {"min_p": 0},
+        {"min_p": 1},
+        {"repetition_penalty": 0.01},
+        {"repetition_penalty": 100},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"logit_bias": {}},
+        {"logit_bias": dict.fromkeys(range(300), -100)},
+        {"allowed_token_ids": [0]},
     ],
 )
 def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
@@ -102,6 +111,109 @@ def test_a_priority_or_a_salt_of_another_type_is_refused(change: dict[str, Any])
     with pytest.raises(InvalidInputError) as refused:
         admit(request, LIMITS)
     assert [refused.value.field] == list(change)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("min_p", value) for value in (-0.1, 2, 1.01, math.nan, True, "0.1", None)),
+        *(("repetition_penalty", value) for value in (0, -1, math.nan, 0.009, 101, math.inf, "1")),
+        *(("presence_penalty", value) for value in (1e9, -2.1, math.nan, False, "1")),
+        *(("frequency_penalty", value) for value in (2.1, -1e9, math.nan, "1")),
+        ("logit_bias", None),
+        ("logit_bias", "5"),
+        ("logit_bias", 5),
+        ("logit_bias", [5]),
+        ("logit_bias", [(5, 1, 2)]),
+        ("logit_bias", [(5, 1.0), (5, 2.0)]),
+        ("logit_bias", dict.fromkeys(range(301), 1)),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", "12"),
+        ("allowed_token_ids", 5),
+    ],
+)
+def test_b88_nonsense_in_the_other_sampling_fields_is_refused(field: str, value: Any) -> None:  # noqa: ANN401
+    fields: dict[str, Any] = {field: value}
+    with pytest.raises(InvalidInputError) as refused:
+        SamplingParams(**fields)
+    assert refused.value.field == field
+    assert f"{field}={value!r}"[:200] in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("bias", "value"),
+    [
+        ({-1: 5}, -1),
+        ({True: 5}, True),
+        ({"100": 5}, "100"),
+        ({2.0: 5}, 2.0),
+        ({5: 100.5}, 100.5),
+        ({5: -101}, -101),
+        ({5: math.inf}, math.inf),
+        ({5: None}, None),
+        ({5: "1"}, "1"),
+    ],
+)
+def test_a_bias_or_an_id_that_is_none_is_named(bias: Any, value: object) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidInputError) as refused:
+        SamplingParams(logit_bias=bias)
+    assert (refused.value.field, refused.value.value) == ("logit_bias", value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {100: 5}),
+        ("logit_bias", {-1: 5}),
+        ("stop_token_ids", [100]),
+        ("allowed_token_ids", [100]),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", []),
+    ],
+)
+def test_b87_ids_outside_the_vocabulary_are_refused_in_every_field(field: str, value: Any) -> None:  # noqa: ANN401
+    fields: dict[str, Any] = {"min_tokens": 5, field: value}
+    with pytest.raises(InvalidInputError) as refused:
+        admit(make_request([5], 10, **fields), LIMITS)
+    assert refused.value.field == field
+
+
+def test_ids_at_the_edge_of_the_vocabulary_are_admitted() -> None:
+    fields: dict[str, Any] = {"logit_bias": {99: 1, 0: 2}, "allowed_token_ids": [0, 99]}
+    request = make_request([5], 10, **fields)
+    assert admit(request, LIMITS) == request
+
+
+def test_a_request_that_may_choose_nothing_before_min_tokens_is_refused() -> None:
+    limits = dataclasses.replace(LIMITS, eos_token_ids=(2,))
+    only_ends: dict[str, Any] = {"allowed_token_ids": [2, 3], "stop_token_ids": [3]}
+    with pytest.raises(InvalidInputError, match=r"allowed_token_ids=.*min_tokens=2"):
+        admit(make_request([5], 4, min_tokens=2, **only_ends), limits)
+    for fields in ({"min_tokens": 1}, {"min_tokens": 2, "ignore_eos": True}):
+        admit(make_request([5], 4, **fields, **only_ends), limits)
+
+
+def test_biases_and_allowed_ids_compare_and_hash_whatever_their_order_and_type() -> None:
+    params = SamplingParams(logit_bias={7: 1, 3: -2.5}, allowed_token_ids=[9, 4, 9])
+    assert params.logit_bias == params.biases == ((3, -2.5), (7, 1.0))
+    assert params.allowed_token_ids == (4, 9)
+    same = SamplingParams(logit_bias=[(3, -2.5), (7, 1.0)], allowed_token_ids=(4, 9))
+    assert (params, hash(params)) == (same, hash(same))
+    assert dataclasses.replace(params, max_tokens=5).biases == params.biases
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, False),
+        ({"logit_bias": {1: 1}, "min_p": 0.5}, False),
+        ({"repetition_penalty": 1.01}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+    ],
+)
+def test_penalties_are_what_needs_the_history(fields: dict[str, Any], expected: bool) -> None:
+    assert SamplingParams(**fields).has_penalties is expected
 
 
 def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:

@@ -1,0 +1,342 @@
+"""The running sequences of a replica in arrays by row, and the steps in flight over them.
+
+For one row, in tokens:
+
+    0 ......... computed ......... end .... known .... known + ahead
+      KV in the blocks  | in flight | to do | sampled by steps in flight, not known yet
+
+`computed` and `known` are what finished steps have made certain; `end` and `ahead` run before
+them by the steps in flight. Planning looks at the latter two, so that a step can be planned while
+the one before it runs.
+"""
+
+import bisect
+import dataclasses
+from collections import deque
+from collections.abc import Iterable
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from rayserve_paged.core.ids import BlockId, ConsumerId, Row
+from rayserve_paged.core.kv_manager import KVManager
+from rayserve_paged.core.messages import IntArray, StepPlan, StreamName
+from rayserve_paged.core.sequence import Phase, SequenceState
+
+BoolArray = npt.NDArray[np.bool_]
+
+_SPARE_COLUMNS = 2
+
+
+@dataclasses.dataclass(slots=True)
+class SteadyState:
+    """A batch in which every sequence decodes, and what is the same in each of its steps.
+
+    Args:
+        version: Of the batch; any other ends the steady state.
+        rows: int32 [n], all running rows, first served first.
+        ones: int32 [n].
+        sample_indices: int32 [n].
+        siblings: int32 [n].
+        computed: int32 [n], for the next plan.
+        outputs: int32 [n], output index of the tokens that the next plan samples.
+        readers: (consumer, which rows are its own or None for all, their streams).
+        num_plans: Plans before some row needs a block or may reach its length.
+    """
+
+    version: int
+    rows: IntArray
+    ones: IntArray
+    sample_indices: IntArray
+    siblings: IntArray
+    computed: IntArray
+    outputs: IntArray
+    readers: list[tuple[ConsumerId, BoolArray | None, tuple[StreamName, ...]]]
+    num_plans: int
+
+
+@dataclasses.dataclass(slots=True)
+class Flight:
+    """A plan that is being executed.
+
+    Args:
+        plan: The plan.
+        sampled: int32 [num_samples], the row of each sample.
+        held: Sources of copies, held until the plan has finished.
+        forks: Index of the first sample of each row that is to be forked.
+        num_ahead: Samples of each sampled row that later plans count on.
+        steady: Set where the batch was in its steady state.
+        outputs: int32 [num_samples], output index of each sample, set with `steady`.
+    """
+
+    plan: StepPlan
+    sampled: IntArray
+    held: list[BlockId]
+    forks: list[int]
+    num_ahead: int = 0
+    steady: SteadyState | None = None
+    outputs: IntArray | None = None
+
+
+class RunningBatch:
+    """Rows, the sequences in them, and the steps in flight.
+
+    Args:
+        kv: The sequences' blocks.
+        num_rows: Sequences that can run at once.
+    """
+
+    def __init__(self, kv: KVManager, num_rows: int) -> None:
+        self.kv = kv
+        self.block_size = kv.block_size
+        self.known = np.zeros(num_rows, np.int32)
+        self.ahead = np.zeros(num_rows, np.int32)
+        self.computed = np.zeros(num_rows, np.int32)
+        self.end = np.zeros(num_rows, np.int32)
+        self.slots = np.zeros(num_rows, np.int32)
+        self.max_known = np.zeros(num_rows, np.int32)
+        self.num_prompt = np.zeros(num_rows, np.int32)
+        self.next_seal = np.zeros(num_rows, np.int32)
+        self.last_token = np.zeros(num_rows, np.int32)
+        self.last_step = np.full(num_rows, -1, np.int64)
+        self.sibling = np.zeros(num_rows, np.int32)
+        # Siblings to be forked from the row once its prompt is computed.
+        self.num_unborn = np.zeros(num_rows, np.int32)
+        # The row's sequence goes on; False for one that ended with a step still in flight.
+        self.alive = np.zeros(num_rows, np.bool_)
+        # Nothing but the token is to be told of each further step.
+        self.plain = np.zeros(num_rows, np.bool_)
+        # The tail block may be shared with a sibling.
+        self.forked = np.zeros(num_rows, np.bool_)
+        self.num_forked = 0
+        # Not to be scheduled before the step in flight has finished: it is to be forked.
+        self.held_back = np.zeros(num_rows, np.bool_)
+        # Rows whose sequence or table the ranks do not know yet.
+        self.unannounced: set[int] = set()
+        # Rows kept free for siblings that are not born yet.
+        self.num_reserved_rows = 0
+        self.flights: deque[Flight] = deque()
+        # Ended, but in a step that still writes their blocks; True where these are to be discarded.
+        self.retiring: list[tuple[SequenceState, bool]] = []
+        # Changes with the membership.
+        self.version = 0
+        self._consumer = np.zeros(num_rows, np.int32)
+        self._consumers: list[ConsumerId] = []
+        self._sequences: list[SequenceState | None] = [None] * num_rows
+        self._names: list[StreamName | None] = [None] * num_rows
+        # The latest tokens of each row, by position modulo the width.
+        self._recent = np.zeros((num_rows, kv.block_size + _SPARE_COLUMNS), np.int32)
+        self._free_rows = [Row(row) for row in reversed(range(num_rows))]
+        self._order: list[SequenceState] = []
+        self._rows = np.zeros(0, np.int32)
+        self._rows_changed = False
+        self._stop_table = np.zeros(1, np.bool_)
+
+    # --- membership -----------------------------------------------------------------------
+
+    @property
+    def num_open_rows(self) -> int:
+        """Rows that a newcomer may take."""
+        return len(self._free_rows) - self.num_reserved_rows
+
+    @property
+    def order(self) -> list[SequenceState]:
+        """Sequences that go on, first served first; not to be changed."""
+        return self._order
+
+    @property
+    def rows(self) -> IntArray:
+        """Rows of `order`, int32 [num_running]; not to be changed."""
+        if self._rows_changed:
+            self._rows = np.array([sequence.row for sequence in self._order], np.int32)
+            self._rows_changed = False
+        return self._rows
+
+    def sequence(self, row: int) -> SequenceState:
+        """Return the sequence in a row."""
+        sequence = self._sequences[row]
+        assert sequence is not None, f"row {row} is empty"
+        return sequence
+
+    def enter(self, sequence: SequenceState, num_computed: int) -> Row:
+        """Give a sequence, whose table is open, a row."""
+        row = self._free_rows.pop()
+        sequence.row = row
+        sequence.phase = Phase.RUNNING
+        self._sequences[row] = sequence
+        self._names[row] = sequence.name
+        self._consumer[row] = self._consumer_index(sequence.consumer_id)
+        self.known[row] = len(sequence.tokens)
+        self.ahead[row] = 0
+        self.computed[row] = num_computed
+        self.end[row] = num_computed
+        self.slots[row] = sequence.table.num_slots
+        self.max_known[row] = sequence.max_known
+        self.num_prompt[row] = sequence.num_prompt
+        self.next_seal[row] = (sequence.num_sealed + 1) * self.block_size
+        self.last_token[row] = sequence.tokens[-1]
+        self.last_step[row] = -1
+        self.sibling[row] = sequence.sibling
+        self.num_unborn[row] = sequence.num_unborn
+        self.num_reserved_rows += sequence.num_unborn
+        self.alive[row] = True
+        self.plain[row] = sequence.num_outputs > 0 and sequence.request.params.logprobs is None
+        self.held_back[row] = False
+        self.unannounced.add(row)
+        self._note_stops(sequence.stop_ids)
+        bisect.insort(self._order, sequence, key=SequenceState.order_key)
+        self._rows_changed = True
+        self.version += 1
+        return row
+
+    def retire(self, sequence: SequenceState, *, discard: bool = False) -> None:
+        """End a running sequence: it gives back its blocks and its row once no step in flight
+        writes them.
+
+        Args:
+            sequence: In a row.
+            discard: Its blocks are not to be matched.
+        """
+        self._stop(sequence)
+        sequence.phase = Phase.ENDED
+        self.retiring.append((sequence, discard))
+        self.free_retired()
+
+    def free_retired(self) -> None:
+        """Free what retired and is in no step any more."""
+        still = []
+        for sequence, discard in self.retiring:
+            if self.is_in_flight(sequence):
+                still.append((sequence, discard))
+            else:
+                self._free(sequence, discard=discard)
+        self.retiring = still
+
+    def preempt(self, sequence: SequenceState) -> None:
+        """Take a sequence's blocks and row away.
+
+        Raises:
+            AssertionError: A step in flight writes its blocks.
+        """
+        assert not self.is_in_flight(sequence), "its blocks are being written"
+        self._stop(sequence)
+        self._free(sequence, discard=False)
+        sequence.phase = Phase.WAITING
+        sequence.num_preemptions += 1
+
+    def is_in_flight(self, sequence: SequenceState) -> bool:
+        """Return whether a step in flight writes blocks of a sequence that has a row."""
+        if not self.flights:
+            return False
+        assert sequence.row is not None
+        return bool(self.last_step[sequence.row] >= self.flights[0].plan.step_id)
+
+    def _stop(self, sequence: SequenceState) -> None:
+        row = sequence.row
+        assert row is not None
+        self.sync(sequence)
+        self.unfork(row)
+        self.unannounced.discard(row)
+        self.num_reserved_rows -= sequence.num_unborn
+        self.alive[row] = False
+        self._order.remove(sequence)
+        self._rows_changed = True
+        self.version += 1
+
+    def _free(self, sequence: SequenceState, *, discard: bool) -> None:
+        row = sequence.row
+        assert row is not None
+        if discard:
+            self.kv.discard(sequence.table)
+        else:
+            self.kv.close(sequence.table)
+        self._sequences[row] = None
+        self._names[row] = None
+        self._free_rows.append(row)
+        sequence.row = None
+
+    # --- forks ----------------------------------------------------------------------------
+
+    def mark_forked(self, row: int) -> None:
+        """Note that a row shares its blocks with siblings, the partly filled tail among them."""
+        if self.computed[row] % self.block_size and not self.forked[row]:
+            self.forked[row] = True
+            self.num_forked += 1
+
+    def unfork(self, row: int) -> None:
+        """Note that a row shares no block that it will write."""
+        if self.forked[row]:
+            self.forked[row] = False
+            self.num_forked -= 1
+
+    # --- tokens ---------------------------------------------------------------------------
+
+    def append(self, rows: IntArray, token_ids: IntArray) -> None:
+        """Make one sampled token of each row known."""
+        known = self.known[rows]
+        self._recent[rows, known % self._recent.shape[1]] = token_ids
+        self.known[rows] = known + 1
+        self.last_token[rows] = token_ids
+
+    def sync(self, sequence: SequenceState) -> None:
+        """Bring `sequence.tokens` up to date with the arrays."""
+        row = sequence.row
+        if row is None:
+            return
+        have, known = len(sequence.tokens), int(self.known[row])
+        if have < known:
+            width = self._recent.shape[1]
+            columns = [position % width for position in range(have, known)]
+            sequence.tokens.extend(self._recent[row, columns].tolist())
+
+    def may_stop(self, token_ids: IntArray) -> BoolArray:
+        """Return which tokens end some running sequence, bool [n]: a superset of what ends."""
+        # The last entry is never set: it stands for all ids beyond the table.
+        last = len(self._stop_table) - 1
+        return self._stop_table[np.minimum(token_ids, last)]
+
+    def _note_stops(self, stop_ids: Iterable[int]) -> None:
+        for token_id in stop_ids:
+            if token_id + 1 >= len(self._stop_table):
+                grown = np.zeros(2 * token_id + 2, np.bool_)
+                grown[: len(self._stop_table)] = self._stop_table
+                self._stop_table = grown
+            self._stop_table[token_id] = True
+
+    # --- readers --------------------------------------------------------------------------
+
+    def readers(
+        self, rows: IntArray
+    ) -> list[tuple[ConsumerId, BoolArray | None, tuple[StreamName, ...]]]:
+        """Deal rows by who reads them: (consumer, bool [n] or None for all, their streams)."""
+        consumers = self._consumer[rows]
+        first = int(consumers[0])
+        if (consumers == first).all():
+            return [(self._consumers[first], None, self._names_of(rows))]
+        return [
+            (self._consumers[consumer], consumers == consumer, names)
+            for consumer in np.unique(consumers).tolist()
+            for names in [self._names_of(rows[consumers == consumer])]
+        ]
+
+    def _names_of(self, rows: IntArray) -> tuple[StreamName, ...]:
+        listed = rows.tolist()
+        if len(listed) == 1:
+            return (self.sequence(listed[0]).name,)
+        names: tuple[StreamName, ...] = itemgetter(*listed)(self._names)
+        return names
+
+    def _consumer_index(self, consumer_id: ConsumerId) -> int:
+        try:
+            return self._consumers.index(consumer_id)
+        except ValueError:
+            pass
+        # A place that no row refers to is used again, so that the list stays short.
+        taken = {int(self._consumer[s.row]) for s in self._sequences if s and s.row is not None}
+        for index in range(len(self._consumers)):
+            if index not in taken:
+                self._consumers[index] = consumer_id
+                return index
+        self._consumers.append(consumer_id)
+        return len(self._consumers) - 1

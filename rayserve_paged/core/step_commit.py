@@ -1,0 +1,202 @@
+"""Takes in a finished step: seals what filled, appends what was sampled, ends what ended."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rayserve_paged.core.ids import ConsumerId
+from rayserve_paged.core.messages import IntArray, StepResult, TokenLogprobs, TokenRun
+from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.running_batch import Flight, RunningBatch
+from rayserve_paged.core.sequence import SequenceState
+
+
+class Progress(NamedTuple):
+    """What a finished step did for one sequence, where that is more than a further token.
+
+    Args:
+        sequence: Whose.
+        output_index: Of `token_id`, or of the next token where there is none.
+        token_id: The new token; None where it failed.
+        logprobs: Of the new token, where asked for.
+        finish: Set where this was the last token.
+        error: Set where finish is ERROR.
+    """
+
+    sequence: SequenceState
+    output_index: int
+    token_id: int | None
+    logprobs: TokenLogprobs | None
+    finish: FinishReason | None
+    error: str | None
+
+
+class Committed(NamedTuple):
+    """What a finished plan did, in order.
+
+    Args:
+        news: Progress of single sequences, and for each consumer runs of further tokens.
+        born: Siblings that were forked.
+    """
+
+    news: list[Progress | tuple[ConsumerId, TokenRun]]
+    born: list[SequenceState]
+
+
+class StepCommit:
+    """Brings a running batch up to date with one finished plan.
+
+    Args:
+        batch: The batch; `flight` has just left its flights.
+        flight: The plan.
+        result: What the executor reports of it.
+    """
+
+    def __init__(self, batch: RunningBatch, flight: Flight, result: StepResult) -> None:
+        self._batch = batch
+        self._flight = flight
+        self._result = result
+        self._committed = Committed([], [])
+
+    def run(self) -> Committed:
+        """Do it, once."""
+        batch, plan, result = self._batch, self._flight.plan, self._result
+        num_run = len(result.token_ids)
+        # First, since a row that is freed below may be entered again.
+        if num_run < plan.num_steps:
+            # Interrupted: what was not run is to be planned again.
+            batch.end[plan.rows] -= plan.num_steps - num_run
+        if self._flight.num_ahead:
+            batch.ahead[self._flight.sampled] -= self._flight.num_ahead
+        for step, token_ids in enumerate(result.token_ids):
+            batch.computed[plan.rows] += plan.num_tokens if step == 0 else 1
+            if step == num_run - 1 and result.errors:
+                self._fail_rows(result.errors)
+            self._seal(plan.rows)
+            self._take_in(token_ids, ended_before=step > 0)
+        if self._flight.held:
+            batch.kv.pool.release(self._flight.held)
+        if batch.retiring:
+            batch.free_retired()
+        return self._committed
+
+    def _fail_rows(self, errors: dict[int, str]) -> None:
+        """End sequences whose sampling failed; their blocks are not to be matched."""
+        batch = self._batch
+        for index, reason in errors.items():
+            row = int(self._flight.sampled[index])
+            if not batch.alive[row]:
+                # Ended already, and its row may be empty. A step that still runs holds its blocks.
+                batch.retiring = [
+                    (other, discard or other.row == row) for other, discard in batch.retiring
+                ]
+                continue
+            sequence = batch.sequence(row)
+            batch.sync(sequence)
+            sequence.finish = FinishReason.ERROR
+            self._committed.news.append(
+                Progress(sequence, sequence.num_outputs, None, None, FinishReason.ERROR, reason)
+            )
+            batch.retire(sequence, discard=True)
+
+    def _seal(self, rows: IntArray) -> None:
+        """Publish the blocks that the finished step has filled."""
+        batch = self._batch
+        full = batch.computed[rows] >= batch.next_seal[rows]
+        if not full.any():
+            return
+        for row in rows[full].tolist():
+            if not batch.alive[row]:
+                continue
+            sequence = batch.sequence(row)
+            batch.sync(sequence)
+            num_full = int(batch.computed[row]) // batch.block_size
+            for block_index in range(sequence.num_sealed, num_full):
+                batch.kv.seal(sequence.table.block_ids[block_index], sequence.key(block_index))
+            sequence.num_sealed = num_full
+            batch.next_seal[row] = (num_full + 1) * batch.block_size
+
+    def _take_in(self, token_ids: IntArray, *, ended_before: bool) -> None:
+        """Append one step's samples, and say what is to be told of them."""
+        batch, flight = self._batch, self._flight
+        rows, tokens, indices = flight.sampled, token_ids, None
+        check = ended_before or bool(flight.forks or self._result.errors or batch.retiring)
+        if flight.steady is not None and not check and not batch.may_stop(tokens).any():
+            self._take_in_steady(tokens)
+            return
+        forks = [first for first in flight.forks if batch.alive[rows[first]]]
+        if check:
+            # Without ghosts, and with one sample of each row: a fork hands out the others.
+            taken = batch.alive[rows]
+            taken[1:] &= rows[1:] != rows[:-1]
+            indices = np.flatnonzero(taken)
+            rows, tokens = rows[indices], tokens[indices]
+        if not len(rows):
+            return
+        batch.append(rows, tokens)
+        special = ~batch.plain[rows] | (batch.known[rows] >= batch.max_known[rows])
+        special |= batch.may_stop(tokens)
+        if special.any():
+            for i in np.flatnonzero(special).tolist():
+                index = i if indices is None else int(indices[i])
+                self._tell(batch.sequence(int(rows[i])), int(tokens[i]), index)
+            rows, tokens = rows[~special], tokens[~special]
+        for first in forks:
+            self._fork(first, token_ids)
+        if len(rows):
+            outputs = batch.known[rows] - batch.num_prompt[rows] - 1
+            for consumer_id, chosen, names in batch.readers(rows):
+                mine = slice(None) if chosen is None else chosen
+                run = TokenRun(names, outputs[mine], tokens[mine])
+                self._committed.news.append((consumer_id, run))
+
+    def _take_in_steady(self, tokens: IntArray) -> None:
+        steady, outputs = self._flight.steady, self._flight.outputs
+        assert steady is not None
+        assert outputs is not None
+        self._batch.append(steady.rows, tokens)
+        for consumer_id, chosen, names in steady.readers:
+            mine = slice(None) if chosen is None else chosen
+            run = TokenRun(names, outputs[mine], tokens[mine])
+            self._committed.news.append((consumer_id, run))
+
+    def _tell(self, sequence: SequenceState, token_id: int, index: int) -> None:
+        """Note a token that is more than a further one: the first, the last, one with details."""
+        batch = self._batch
+        assert sequence.row is not None
+        batch.sync(sequence)
+        finish = sequence.finish_reason(token_id)
+        logprobs = self._result.logprobs.get(index)
+        self._committed.news.append(
+            Progress(sequence, sequence.num_outputs - 1, token_id, logprobs, finish, None)
+        )
+        if batch.plain[sequence.row] != (sequence.request.params.logprobs is None):
+            batch.plain[sequence.row] = True
+            batch.version += 1
+        # A sequence that is yet to be forked is retired after that.
+        if finish is not None and not sequence.num_unborn:
+            sequence.finish = finish
+            batch.retire(sequence)
+
+    def _fork(self, first: int, token_ids: IntArray) -> None:
+        """Make the siblings of a sequence whose prompt is computed; each knows its first token."""
+        batch = self._batch
+        row = int(self._flight.sampled[first])
+        leader = batch.sequence(row)
+        num_siblings, leader.num_unborn = leader.num_unborn + 1, 0
+        batch.num_reserved_rows -= num_siblings - 1
+        batch.num_unborn[row] = 0
+        batch.held_back[row] = False
+        batch.mark_forked(row)
+        for sibling in range(1, num_siblings):
+            child = leader.fork(sibling, batch.kv.fork(leader.table))
+            child_row = batch.enter(child, int(batch.computed[row]))
+            batch.mark_forked(child_row)
+            self._committed.born.append(child)
+            index = first + sibling
+            batch.append(np.array([child_row]), token_ids[index : index + 1])
+            self._tell(child, int(token_ids[index]), index)
+        finish = leader.finish_reason(leader.tokens[-1])
+        if finish is not None:
+            leader.finish = finish
+            batch.retire(leader)

@@ -1,0 +1,325 @@
+"""Plans a step of the running sequences: who computes what, which blocks that takes.
+
+A batch in which all decode and nothing changes is in a *steady state*: its next plan is the last
+one, one position on.
+"""
+
+from collections import Counter
+
+import numpy as np
+
+from rayserve_paged.core import policy
+from rayserve_paged.core.ids import BlockId, Row, StepId
+from rayserve_paged.core.messages import IntArray, RowStart, StepPlan
+from rayserve_paged.core.running_batch import BoolArray, Flight, RunningBatch, SteadyState
+from rayserve_paged.core.sequence import SequenceState
+
+_NO_INTS = np.zeros(0, np.int32)
+_NO_COPIES = np.zeros((0, 3), np.int32)
+
+Scheduled = tuple[IntArray, IntArray, BoolArray]
+"""Rows, how many tokens each computes, and whether its last one samples."""
+
+
+class StepPlanner:
+    """Makes the plans of a running batch.
+
+    Args:
+        batch: The sequences.
+        max_num_batched_tokens: Tokens computed in one step at most.
+        pipelined: Whether steps are planned while others are in flight.
+    """
+
+    def __init__(
+        self, batch: RunningBatch, max_num_batched_tokens: int, *, pipelined: bool
+    ) -> None:
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self._batch = batch
+        self._pipelined = pipelined
+        self._next_step = StepId(0)
+        self._steady: SteadyState | None = None
+
+    # --- who computes ---------------------------------------------------------------------
+
+    def schedule(self, *, newcomers: bool) -> Scheduled | SequenceState:
+        """Deal the token budget to the running sequences.
+
+        Args:
+            newcomers: Whether to leave some of it for sequences that wait.
+
+        Returns:
+            What is computed; or, where blocks are short, the sequence that is to give way.
+        """
+        batch = self._batch
+        rows, num_tokens, samples = self._deal_budget(newcomers=newcomers)
+        short = batch.end[rows] + num_tokens - batch.slots[rows]
+        num_missing = self._num_copies(rows) if batch.num_forked else 0
+        if len(rows) and short.max() > 0:
+            num_missing += int((-(-short[short > 0] // batch.block_size)).sum())
+        if num_missing > batch.kv.pool.num_available:
+            return batch.order[-1]
+        return rows, num_tokens, samples
+
+    def _deal_budget(self, *, newcomers: bool) -> Scheduled:
+        batch = self._batch
+        rows = batch.rows
+        if batch.flights:
+            # The last token of all needs no KV.
+            known = np.minimum(batch.known[rows] + batch.ahead[rows], batch.max_known[rows] - 1)
+            pending = known - batch.end[rows]
+            pending[batch.held_back[rows]] = 0
+            rows, pending = rows[pending > 0], pending[pending > 0]
+        else:
+            pending = batch.known[rows] - batch.end[rows]
+        num_pending = int(pending.sum())
+        fits = num_pending <= self.max_num_batched_tokens
+        if fits and (num_pending == len(rows) or not newcomers):
+            return rows, pending, np.ones(len(rows), np.bool_)
+        dealt = policy.deal_budget(pending, self.max_num_batched_tokens, newcomers=newcomers)
+        chosen = dealt > 0
+        return rows[chosen], dealt[chosen], (dealt == pending)[chosen]
+
+    # --- the plan -------------------------------------------------------------------------
+
+    def plan(
+        self,
+        scheduled: Scheduled,
+        appended: tuple[IntArray, IntArray],
+        copied: tuple[IntArray, list[BlockId]],
+        max_steps: int,
+    ) -> StepPlan:
+        """Put a step in flight.
+
+        Args:
+            scheduled: At least one row; all have the blocks that they need.
+            appended: What `grow` returned.
+            copied: What `copy_tails` returned.
+            max_steps: Steps that the plan may run.
+        """
+        batch = self._batch
+        rows, num_tokens, samples = scheduled
+        computed = batch.end[rows]
+        token_ids, late = self._tokens_to_compute(rows, computed, num_tokens)
+        indices, siblings, forks = self._samples(rows, samples)
+        starts = self._announce(rows)
+        steady = None if starts or forks else self._settle(rows, num_tokens, indices, siblings)
+        num_steps = 1
+        if steady is not None and max_steps > 1:
+            num_steps = min(max_steps, steady.num_plans + 1)
+        plan = StepPlan(
+            step_id=self._next_step,
+            starts=starts,
+            append_rows=appended[0],
+            append_blocks=appended[1],
+            copies=copied[0],
+            rows=rows,
+            num_computed=computed,
+            num_tokens=num_tokens,
+            token_ids=token_ids,
+            late=late,
+            sample_indices=indices,
+            sample_siblings=siblings,
+            num_steps=num_steps,
+        )
+        batch.end[rows] = computed + (num_tokens + (num_steps - 1))
+        flight = Flight(plan, rows[indices], copied[1], forks)
+        self._take_off(flight)
+        self._steady = steady if num_steps == 1 else None
+        return plan
+
+    def plan_steady(self) -> StepPlan | None:
+        """Put the next step of the steady state in flight; None where it has ended."""
+        batch, steady = self._batch, self._steady
+        if steady is None or steady.version != batch.version or not steady.num_plans:
+            return None
+        rows = steady.rows
+        plan = StepPlan(
+            step_id=self._next_step,
+            starts=(),
+            append_rows=_NO_INTS,
+            append_blocks=_NO_INTS,
+            copies=_NO_COPIES,
+            rows=rows,
+            num_computed=steady.computed,
+            num_tokens=steady.ones,
+            token_ids=batch.last_token[rows],
+            late=_NO_INTS,
+            sample_indices=steady.sample_indices,
+            sample_siblings=steady.siblings,
+            num_steps=1,
+        )
+        outputs = steady.outputs
+        steady.computed = steady.computed + 1
+        steady.outputs = outputs + 1
+        steady.num_plans -= 1
+        batch.end[rows] = steady.computed
+        self._take_off(Flight(plan, rows, [], [], steady=steady, outputs=outputs))
+        return plan
+
+    def _take_off(self, flight: Flight) -> None:
+        batch, plan = self._batch, flight.plan
+        batch.last_step[plan.rows] = plan.step_id
+        if self._pipelined:
+            flight.num_ahead = plan.num_steps
+            batch.ahead[flight.sampled] += plan.num_steps
+        batch.flights.append(flight)
+        self._next_step = StepId(self._next_step + 1)
+
+    def _settle(
+        self, rows: IntArray, num_tokens: IntArray, indices: IntArray, siblings: IntArray
+    ) -> SteadyState | None:
+        """Return the steady state that begins after a plan of these rows, if one does."""
+        batch = self._batch
+        if self._pipelined or len(rows) < len(batch.order) or len(indices) < len(rows):
+            return None
+        if num_tokens.max() > 1 or not batch.plain[rows].all():
+            return None
+        computed = batch.end[rows] + 1
+        known = batch.known[rows] + 1
+        room = min((batch.slots[rows] - computed).min(), (batch.max_known[rows] - known).min() - 1)
+        return SteadyState(
+            version=batch.version,
+            rows=rows,
+            ones=np.ones_like(rows),
+            sample_indices=indices,
+            siblings=siblings,
+            computed=computed,
+            outputs=known - batch.num_prompt[rows],
+            readers=batch.readers(rows),
+            num_plans=max(0, int(room)),
+        )
+
+    def _announce(self, rows: IntArray) -> tuple[RowStart, ...]:
+        """Tell the ranks of scheduled rows whose sequence or table they do not know."""
+        batch = self._batch
+        if not batch.unannounced:
+            return ()
+        starts = []
+        for row in rows.tolist():
+            if row not in batch.unannounced:
+                continue
+            batch.unannounced.remove(row)
+            sequence = batch.sequence(row)
+            starts.append(
+                RowStart(
+                    row=Row(row),
+                    num_computed=int(batch.end[row]),
+                    block_ids=np.array(sequence.table.block_ids, np.int32),
+                    params=sequence.request.params,
+                    num_prompt_tokens=sequence.num_prompt,
+                    sibling=sequence.sibling,
+                    history=self._history(sequence),
+                )
+            )
+        return tuple(starts)
+
+    def _history(self, sequence: SequenceState) -> IntArray | None:
+        if not sequence.request.params.has_penalties:
+            return None
+        self._batch.sync(sequence)
+        return np.array(sequence.tokens, np.int32)
+
+    def _tokens_to_compute(
+        self, rows: IntArray, computed: IntArray, num_tokens: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Return the token ids of a step, row after row, and which of them are late."""
+        batch = self._batch
+        token_ids = batch.last_token[rows]
+        known = batch.known[rows]
+        late = np.flatnonzero(known == computed).astype(np.int32) if batch.flights else _NO_INTS
+        behind = np.flatnonzero(known > computed + 1)
+        if not len(behind):
+            return token_ids, late
+        ends = np.cumsum(num_tokens, dtype=np.int32)
+        flat = np.empty(int(ends[-1]), np.int32)
+        flat[ends - 1] = token_ids
+        for i in behind.tolist():
+            sequence = batch.sequence(int(rows[i]))
+            batch.sync(sequence)
+            start, end, count = int(computed[i]), int(ends[i]), int(num_tokens[i])
+            flat[end - count : end] = sequence.tokens[start : start + count]
+        return flat, ends[late] - 1
+
+    def _samples(self, rows: IntArray, samples: BoolArray) -> tuple[IntArray, IntArray, list[int]]:
+        """Return which row each sample is of, for which sibling, and where forks begin."""
+        batch = self._batch
+        indices = np.flatnonzero(samples).astype(np.int32)
+        sampled = rows[indices]
+        siblings = batch.sibling[sampled]
+        if not batch.num_reserved_rows:
+            return indices, siblings, []
+        unborn = batch.num_unborn[sampled]
+        batch.held_back[sampled[unborn > 0]] = True
+        counts = unborn + 1
+        firsts = np.cumsum(counts) - counts
+        spread = np.arange(int(counts.sum())) - np.repeat(firsts - siblings, counts)
+        forks = firsts[unborn > 0].tolist()
+        return np.repeat(indices, counts), spread.astype(np.int32), forks
+
+    # --- blocks ---------------------------------------------------------------------------
+
+    def grow(self, rows: IntArray, num_tokens: IntArray) -> tuple[IntArray, IntArray]:
+        """Append the blocks that scheduled rows lack; they are known to be available.
+
+        Returns:
+            int32 [num_appends] rows and blocks, for ranks that know the row's table already.
+        """
+        batch = self._batch
+        ends = batch.end[rows] + num_tokens
+        short = np.flatnonzero(ends > batch.slots[rows])
+        if not len(short):
+            return _NO_INTS, _NO_INTS
+        append_rows: list[int] = []
+        append_blocks: list[int] = []
+        for row, end in zip(rows[short].tolist(), ends[short].tolist(), strict=True):
+            table = batch.sequence(row).table
+            block_ids = batch.kv.grow(table, end)
+            assert block_ids is not None, "counted before"
+            batch.slots[row] = table.num_slots
+            if row not in batch.unannounced:
+                append_rows += [row] * len(block_ids)
+                append_blocks += block_ids
+        return np.array(append_rows, np.int32), np.array(append_blocks, np.int32)
+
+    def copy_tails(self, rows: IntArray) -> tuple[IntArray, list[BlockId]]:
+        """Give forked rows that write now a tail block of their own: copy-on-write.
+
+        Returns:
+            The copies, and their sources, each held once more until the step has finished.
+        """
+        batch = self._batch
+        if not batch.num_forked:
+            return _NO_COPIES, []
+        copies: list[tuple[int, int, int]] = []
+        held: list[BlockId] = []
+        # Backwards, so that it is the first sibling that keeps the block.
+        for row in reversed(rows[batch.forked[rows]].tolist()):
+            batch.unfork(row)
+            tail = self._partial_tail(row)
+            if tail is None or batch.kv.pool.count(tail) - held.count(tail) == 1:
+                continue
+            index, num_slots = divmod(int(batch.end[row]), batch.block_size)
+            replaced = batch.kv.replace(batch.sequence(row).table, index)
+            assert replaced is not None, "counted before"
+            held.append(replaced[0])
+            copies.append((*replaced, num_slots))
+            batch.unannounced.add(row)
+        return np.array(copies, np.int32).reshape(-1, 3), held
+
+    def _num_copies(self, rows: IntArray) -> int:
+        """Return how many blocks the scheduled rows need to write apart from their siblings."""
+        batch = self._batch
+        writers = Counter(
+            block_id
+            for row in rows[batch.forked[rows]].tolist()
+            if (block_id := self._partial_tail(row)) is not None
+        )
+        # The last one to write alone may write in place.
+        return sum(
+            min(count, batch.kv.pool.count(block_id) - 1) for block_id, count in writers.items()
+        )
+
+    def _partial_tail(self, row: int) -> BlockId | None:
+        """Return the partly filled block that a row writes next."""
+        index, num_slots = divmod(int(self._batch.end[row]), self._batch.block_size)
+        return self._batch.sequence(row).table.block_ids[index] if num_slots else None

@@ -1,0 +1,370 @@
+"""Rules for a replica under any order of events, and the oracle without blocks beside it."""
+
+import dataclasses
+import functools
+import random
+from collections import Counter
+
+import pytest
+from fingerprint_rank import Expected, oracle
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from replica_driver import (
+    R0,
+    TIMEOUTS,
+    ReplicaDriver,
+    Stream,
+    make_limits,
+    make_request,
+    prompt_keys,
+)
+
+from rayserve_paged.core.errors import CapacityError, InvalidInputError
+from rayserve_paged.core.ids import Attempt, BlockKey
+from rayserve_paged.core.messages import AnswerPoll, AssignRequest, FenceReplica, StepFailed
+from rayserve_paged.core.outbox import LEASES_TO_REMEMBER
+from rayserve_paged.core.request import FinishReason, Request, admit
+
+LEASE_S = TIMEOUTS.consumer_lease_s
+CONSUMERS = ("c0", "c1")
+# Prompts are cut from these, so that they share prefixes of every length.
+STORIES = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [3, 1, 4, 1, 7, 7, 7, 7, 7, 7, 7, 7])
+
+
+@dataclasses.dataclass(eq=False)
+class Tracked:
+    """A request and what may become of it.
+
+    Args:
+        request: The request.
+        samples: What each of its samples must give, and has given.
+        poison: (output index, sibling) of the draw that raises; None for the sibling means all.
+    """
+
+    request: Request
+    samples: list[tuple[Expected, Stream]]
+    poison: tuple[int, int | None] | None
+    cancelled: bool = False
+    abandoned: bool = False
+    lapsed: bool = False
+    fenced: bool = False
+    forgotten: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return any(stream.finish is None for _expected, stream in self.samples)
+
+    def failing_draw(self, sibling: int) -> int | None:
+        """Output index at which a sample fails, where it does not end before."""
+        if self.poison is None:
+            return None
+        draw, poisoned = self.poison
+        # Samples that are not forked yet fail together.
+        return draw if draw == 0 or poisoned is None or poisoned == sibling else None
+
+
+class ReplicaMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.incarnation = 0
+        self.num_submitted = 0
+        self.tracked: list[Tracked] = []
+        self.late: list[AnswerPoll] = []
+
+    @initialize(
+        num_blocks=st.sampled_from([8, 6, 5, 10, 12, 3, 1]),
+        block_size=st.sampled_from([2, 1, 3, 4]),
+        max_num_seqs=st.sampled_from([4, 3, 2, 1]),
+        max_num_batched_tokens=st.sampled_from([64, 7, 3, 2, 1]),
+        pipeline_depth=st.sampled_from([2, 1]),
+        max_decode_steps=st.sampled_from([1, 8, 3]),
+        interruptions=st.sampled_from([0.0, 0.3]),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        pipeline_depth: int,
+        max_decode_steps: int,
+        interruptions: float,
+    ) -> None:
+        self.limits = make_limits(
+            num_blocks,
+            block_size,
+            vocab_size=31,
+            eos_token_ids=(0,),
+            max_num_seqs=max_num_seqs,
+        )
+        self.new_driver = functools.partial(
+            ReplicaDriver,
+            self.limits,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            pipeline_depth=pipeline_depth,
+            max_decode_steps=max_decode_steps,
+        )
+        draw = random.Random(0)
+        self.interrupt = lambda: draw.random() < interruptions
+        self.begin_life()
+
+    def begin_life(self) -> None:
+        self.driver = self.new_driver(incarnation=self.incarnation)
+        self.driver.rank.interrupt = self.interrupt
+        self.seen: dict[str, float] = dict.fromkeys(CONSUMERS, 0.0)
+        self.assigned: Counter[tuple[str, int]] = Counter()
+        self.late = []
+
+    # --- requests -------------------------------------------------------------------------
+
+    @rule(
+        story=st.sampled_from(STORIES),
+        num_prompt=st.sampled_from([4, 5, 6, 7, 3, 8, 9, 2, 12, 1]),
+        max_tokens=st.sampled_from([8, 10, 6, 3, 2, 1]),
+        consumer=st.sampled_from(CONSUMERS),
+        priorities=st.lists(st.sampled_from([0, 0, -1, 2]), min_size=1, max_size=4),
+        salt=st.sampled_from([None, None, "tenant"]),
+        num_samples=st.sampled_from([1, 1, 2, 3, 4]),
+        poison=st.sampled_from([*[None] * 5, (0, None), (2, None), (0, 1), (1, 0), (2, 1)]),
+    )
+    def submit(
+        self,
+        story: list[int],
+        num_prompt: int,
+        max_tokens: int,
+        consumer: str,
+        priorities: list[int],
+        salt: str | None,
+        num_samples: int,
+        poison: tuple[int, int | None] | None,
+    ) -> None:
+        for temperature, priority in enumerate(priorities):
+            request = make_request(
+                story[:num_prompt],
+                max_tokens,
+                request_id=f"q{self.num_submitted}",
+                consumer_id=consumer,
+                priority=priority,
+                tenant_salt=salt,
+                temperature=temperature,
+                seed=self.num_submitted,
+                n=num_samples,
+            )
+            self.num_submitted += 1
+            if num_samples > self.limits.max_num_seqs:
+                with pytest.raises(InvalidInputError, match="sequences that run at once"):
+                    admit(request, self.limits)
+                return
+            num_blocks = -(-(num_prompt + max_tokens - 1) // self.limits.block_size)
+            if num_blocks > self.limits.num_blocks:
+                with pytest.raises(CapacityError) as refused:
+                    admit(request, self.limits)
+                assert refused.value.num_blocks_needed == num_blocks
+                return
+            if poison is not None and poison[1] is not None and poison[1] >= num_samples:
+                poison = None
+            self.open(request, poison)
+
+    def open(self, request: Request, poison: tuple[int, int | None] | None) -> None:
+        assert request.params.seed is not None
+        if poison is not None:
+            draw, sibling = poison
+            of_one = () if sibling is None else (sibling,)
+            self.driver.rank.poison.add((request.params.seed, draw, *of_one))
+        self.seen[request.consumer_id] = self.driver.now
+        self.assigned[request.request_id, request.attempt] += 1
+        self.driver.submit(request)
+        reader = self.driver.reader(request.consumer_id)
+        samples = [
+            (oracle(request, self.limits, sibling), reader.stream(request, sibling))
+            for sibling in range(request.params.n)
+        ]
+        self.tracked.append(Tracked(request, samples, poison))
+        self.keep_answers("late")
+
+    def live(self) -> list[Tracked]:
+        latest = {tracked.request.request_id: tracked for tracked in self.tracked}
+        sequences = self.driver.replica.sequences
+        return [latest[name] for name in dict.fromkeys(s.request.request_id for s in sequences)]
+
+    @precondition(lambda self: self.live())
+    @rule(pick=st.integers(0, 99), abandon=st.booleans())
+    def cancel(self, pick: int, abandon: bool) -> None:
+        live = self.live()
+        tracked = live[pick % len(live)]
+        tracked.cancelled = True
+        if abandon:
+            tracked.abandoned = True
+            reader = self.driver.reader(tracked.request.consumer_id)
+            reader.consumer.abandon(tracked.request.request_id)
+        self.driver.cancel(tracked.request)
+        self.keep_answers("late")
+
+    @precondition(lambda self: self.tracked)
+    @rule(pick=st.integers(0, 99))
+    def submit_under_a_name_that_was_used(self, pick: int) -> None:
+        name = self.tracked[pick % len(self.tracked)].request.request_id
+        last = [t for t in self.tracked if t.request.request_id == name][-1]
+        if last in self.live() or (last.is_open and not last.abandoned):
+            return
+        # Another attempt, since items of this one may still be under way.
+        attempt = Attempt(last.request.attempt + 1)
+        request = dataclasses.replace(last.request, attempt=attempt)
+        self.open(request, last.poison)
+
+    @precondition(lambda self: self.live())
+    @rule(pick=st.integers(0, 99))
+    def assign_a_live_request_again(self, pick: int) -> None:
+        live = self.live()
+        request = live[pick % len(live)].request
+        self.seen[request.consumer_id] = self.driver.now
+        admitted = admit(request, self.limits)
+        self.driver.send(AssignRequest(admitted, prompt_keys(admitted, self.driver.scope)))
+        self.keep_answers("late")
+
+    # --- readers --------------------------------------------------------------------------
+
+    @rule(
+        consumer=st.sampled_from(CONSUMERS), fate=st.sampled_from(["read", "read", "late", "lost"])
+    )
+    def poll(self, consumer: str, fate: str) -> None:
+        self.seen[consumer] = self.driver.now
+        poll = self.driver.reader(consumer).consumer.poll(R0, self.driver.incarnation)
+        self.driver.send(poll)
+        self.keep_answers(fate)
+
+    def keep_answers(self, fate: str) -> None:
+        """Read the answers that the last event brought, or lose them, or read them later."""
+        for answer in self.driver.answers:
+            self.seen[answer.consumer_id] = self.driver.now
+        if fate == "read":
+            self.driver.read_answers()
+        elif fate == "late":
+            self.late += self.driver.answers
+        self.driver.answers = []
+
+    @precondition(lambda self: self.late)
+    @rule(pick=st.integers(0, 99))
+    def read_a_late_answer(self, pick: int) -> None:
+        self.driver.answers = [self.late.pop(pick % len(self.late))]
+        self.driver.read_answers()
+
+    @rule(seconds=st.sampled_from([0.01, 0.1, 2.5, 0.01, 0.1, 2.5, 0.1, LEASE_S, 11 * LEASE_S]))
+    def let_time_pass(self, seconds: float) -> None:
+        before = self.live()
+        self.driver.tick(seconds)
+        ended = [tracked for tracked in before if tracked not in self.live()]
+        for tracked in ended:
+            silent_s = self.driver.now - self.seen[tracked.request.consumer_id]
+            assert silent_s >= LEASE_S, "a consumer lost its requests within its lease"
+            tracked.lapsed = True
+        for tracked in self.tracked:
+            silent_s = self.driver.now - self.seen[tracked.request.consumer_id]
+            if silent_s >= LEASE_S * LEASES_TO_REMEMBER:
+                tracked.forgotten = True
+        self.keep_answers("late")
+
+    # --- steps ----------------------------------------------------------------------------
+
+    @rule(
+        fate=st.sampled_from(["read", "read", "late", "lost"]), count=st.sampled_from([4, 2, 1, 8])
+    )
+    def step(self, fate: str, count: int) -> None:
+        for _ in range(count):
+            self.driver.step()
+            self.keep_answers(fate)
+
+    @rule(luck=st.integers(0, 19), during_a_step=st.booleans())
+    def end_the_incarnation(self, luck: int, during_a_step: bool) -> None:
+        if luck != 13:
+            return
+        ended = self.live()
+        plan = self.driver.plan
+        if during_a_step and plan is not None:
+            self.driver.send(StepFailed(plan.step_id, "a rank died"))
+        else:
+            self.driver.send(FenceReplica("lost"))
+        for tracked in ended:
+            tracked.fenced = True
+        assert self.driver.reports[-1].fenced is not None
+        self.drain()  # Steps that were in flight end all the same, and change nothing.
+        self.incarnation += 1
+        self.begin_life_of_same_readers()
+
+    def begin_life_of_same_readers(self) -> None:
+        readers = self.driver.readers
+        self.begin_life()
+        self.driver.readers = readers
+
+    # --- what must hold -------------------------------------------------------------------
+
+    @invariant()
+    def every_stream_is_a_prefix_of_the_oracles(self) -> None:
+        for tracked in self.tracked:
+            for expected, stream in tracked.samples:
+                num_tokens = len(stream.token_ids)
+                assert stream.token_ids == expected.token_ids[:num_tokens]
+
+    @invariant()
+    def work_is_never_left_without_a_step(self) -> None:
+        if self.tracked and self.driver.replica.sequences:
+            assert self.driver.plan is not None
+
+    @invariant()
+    def all_figures_add_up(self) -> None:
+        if not self.tracked:
+            return
+        figures = self.driver.replica.accounting()
+        waste = figures.internal_fragmentation_slots
+        assert figures.allocated_slots == figures.unique_live_tokens + waste
+        num_holders = self.limits.max_num_seqs
+        assert 0 <= waste <= num_holders * (self.limits.block_size - 1)
+        assert figures.prefix_sharing_saved_slots >= 0
+
+    def drain(self) -> None:
+        """Run to the end, read everything, and compare."""
+        driver = self.driver
+        driver.run()
+        for consumer in CONSUMERS:
+            driver.poll(consumer)
+        driver.tick(1.0)
+        for tracked in self.tracked:
+            self.check_end(tracked)
+        pool = driver.replica.kv.pool
+        assert pool.num_held == 0
+        assert driver.replica.accounting().allocated_slots == 0
+        self.check_reports()
+        self.tracked = [t for t in self.tracked if t.is_open and not t.abandoned]
+
+    def check_end(self, tracked: Tracked) -> None:
+        for sibling, (expected, stream) in enumerate(tracked.samples):
+            draw = tracked.failing_draw(sibling)
+            if stream.finish is None:
+                assert tracked.abandoned or tracked.forgotten, "a stream that never ends"
+            elif stream.finish is FinishReason.CANCELLED:
+                assert tracked.cancelled or tracked.lapsed
+            elif stream.finish is FinishReason.ERROR and not tracked.fenced:
+                assert stream.error == f"draw {draw} is poisoned"
+                assert len(stream.token_ids) == draw
+            elif stream.finish is not FinishReason.ERROR:
+                assert (stream.token_ids, stream.finish) == expected
+                assert draw is None or len(stream.token_ids) <= draw
+
+    def check_reports(self) -> None:
+        reports = self.driver.reports
+        assert [report.sequence for report in reports] == list(range(len(reports)))
+        finished = Counter(name for report in reports for name in report.finished)
+        assert finished == self.assigned, "each request is reported finished once"
+        known: set[BlockKey] = set()
+        for report in reports:
+            assert not known & set(report.published)
+            known |= set(report.published)
+            assert set(report.evicted) <= known
+            known -= set(report.evicted)
+        if self.driver.replica.fenced is None:
+            assert known == {key for key, _block_id in self.driver.replica.kv.index.items()}
+
+    def teardown(self) -> None:
+        if self.tracked:
+            self.drain()
