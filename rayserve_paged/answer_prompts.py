@@ -16,7 +16,7 @@ from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.errors import InvalidInputError, RequestFailedError
 from rayserve_paged.core.messages import TokenLogprobs
 from rayserve_paged.llm import LLM
-from rayserve_paged.outputs import RequestOutput
+from rayserve_paged.outputs import RequestOutput, SampleOutput
 from rayserve_paged.process_times import resident_bytes, seconds_since_start
 from rayserve_paged.prompt_file import PromptEntry, located
 
@@ -39,7 +39,8 @@ def answer_prompts(
         entries: At least one.
         shell: Of `LLM`.
         address: Of `LLM`.
-        as_json: One JSON line for each prompt, else text; a single text is printed as it comes.
+        as_json: One JSON line for each prompt, else text; where there is one sample of one prompt,
+            its text is printed as it comes.
         timings: Print on stderr, as name=value lines, where the time went.
 
     Raises:
@@ -57,7 +58,7 @@ def answer_prompts(
                 llm.validate(entry.prompt, entry.params)
             except InvalidInputError as error:
                 raise located(entry.place, error) from error
-        if as_json or len(entries) > 1:
+        if as_json or len(entries) > 1 or entries[0].params.num_siblings > 1:
             outputs = _answer_all(llm, entries, as_json=as_json, times=times)
         else:
             outputs = [asyncio.run(_answer_as_it_comes(llm, entries[0], times))]
@@ -83,8 +84,12 @@ def _answer_all(
     for entry, output in zip(entries, outputs, strict=True):
         if as_json:
             print(json.dumps(json_fields(output), allow_nan=False))
-        else:
-            print(f"--- {entry.place} ({output.finish_reason})\n{output.text}")
+            continue
+        for number, sample in enumerate(output.samples, 1):
+            which = f", sample {number} of {entry.params.n}" if entry.params.n > 1 else ""
+            if which or len(entries) > 1:
+                print(f"--- {entry.place}{which} ({sample.finish_reason})")
+            print(sample.text)
     sys.stdout.flush()
     return outputs
 
@@ -103,7 +108,12 @@ async def _answer_as_it_comes(llm: LLM, entry: PromptEntry, times: "_Times") -> 
 
 
 def json_fields(output: RequestOutput) -> dict[str, Any]:
-    """Return what the command prints of one request; `logprobs` and `error` where there are any."""
+    """Return what the command prints of one request.
+
+    `logprobs`, `cumulative_logprob` and `error` are there where there are any. Where more than one
+    sample was asked for, `samples` lists them all in their order, and what is outside is of the
+    first.
+    """
     fields: dict[str, Any] = {
         "request_id": output.request_id,
         "prompt_token_ids": output.prompt_token_ids,
@@ -114,11 +124,35 @@ def json_fields(output: RequestOutput) -> dict[str, Any]:
         "replica": output.replica,
         "ttft_s": output.ttft_s,
         "tpot_s": output.tpot_s,
+        **_optional_fields(output.samples[0]),
     }
-    if output.logprobs is not None:
-        fields["logprobs"] = [_logprobs_fields(position) for position in output.logprobs]
     if output.error is not None:
         fields["error"] = output.error
+    if len(output.samples) > 1:
+        fields["samples"] = [_sample_fields(sample) for sample in output.samples]
+    return fields
+
+
+def _sample_fields(sample: SampleOutput) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "sibling": sample.sibling,
+        "token_ids": sample.token_ids,
+        "text": sample.text,
+        "finish_reason": sample.finish_reason,
+        "tpot_s": sample.tpot_s,
+        **_optional_fields(sample),
+    }
+    if sample.error is not None:
+        fields["error"] = sample.error
+    return fields
+
+
+def _optional_fields(sample: SampleOutput) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if sample.logprobs is not None:
+        fields["logprobs"] = [_logprobs_fields(position) for position in sample.logprobs]
+    if sample.cumulative_logprob is not None:
+        fields["cumulative_logprob"] = _finite(sample.cumulative_logprob)
     return fields
 
 

@@ -9,6 +9,7 @@ import sys
 
 import typer
 
+from rayserve_paged.commands.bench import bench
 from rayserve_paged.commands.demo import demo
 from rayserve_paged.commands.down import down
 from rayserve_paged.commands.generate import generate
@@ -21,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 app.command()(generate)
 app.command()(demo)
 app.command()(down)

@@ -41,9 +41,9 @@ class ConsumerLoop:
         self._cancelling: set[asyncio.Task[None]] = set()
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamUpdate, None]:
-        """Submit a request and yield what is new of it, up to the update that finishes it.
+        """Submit a request and yield what is new of it, until all of its samples have finished.
 
-        Closing the generator early cancels the request; it returns once that was asked for.
+        Closing the generator early cancels them all; it returns once that was asked for.
 
         Raises:
             PagedError: It was refused, or the deployment cannot be reached.
@@ -54,13 +54,14 @@ class ConsumerLoop:
         self._consumer.open(request)
         try:
             await self._submit(request)
-            while True:
+            num_open = request.params.num_siblings
+            while num_open:
                 update = await updates.get()
                 if update is None:
                     raise RequestFailedError(request.request_id, "its consumer was closed")
                 yield update
                 if update.finish is not None:
-                    return
+                    num_open -= 1
         finally:
             del self._streams[request.request_id]
             await self._give_up(request.request_id)

@@ -50,6 +50,8 @@ class FrontEnd:
         params: SamplingParams,
         priority: int = 0,
         request_id: str | None = None,
+        *,
+        streaming: bool = False,
     ) -> Job:
         """Check a request against all that is known here, and draw what it leaves open.
 
@@ -58,6 +60,7 @@ class FrontEnd:
             params: A seed is drawn where it has none; `max_tokens` is clamped.
             priority: Lower is served first.
             request_id: None to draw one.
+            streaming: Whether its chunks are to be read as they come.
 
         Raises:
             InvalidInputError: Naming the field.
@@ -66,6 +69,14 @@ class FrontEnd:
         text, token_ids = self._tokenize(prompt)
         if request_id is not None and not (isinstance(request_id, str) and request_id):
             raise InvalidInputError("request_id", request_id, "a non-empty string, or None")
+        shows_logprobs = params.logprobs is not None
+        if params.num_siblings > params.n:
+            if streaming:
+                accepted = f"n={params.n} for a stream, since the best are known at the end alone"
+                raise InvalidInputError("best_of", params.best_of, accepted)
+            if not shows_logprobs:
+                # Samples are ranked by them.
+                params = dataclasses.replace(params, logprobs=0)
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbelow(MAX_SEED + 1))
         # The id towards the deployment is private, so that no user's can get in another's way.
@@ -79,7 +90,7 @@ class FrontEnd:
             priority=priority,
         )
         admitted = admit(request, self._deployment.limits)
-        return Job(request_id or private_id, text, admitted)
+        return Job(request_id or private_id, text, admitted, shows_logprobs)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         is_chat = isinstance(prompt, Mapping)
@@ -105,6 +116,9 @@ class FrontEnd:
 
     async def stream(self, job: Job) -> AsyncGenerator[StreamChunk, None]:
         """Submit a request and yield its chunks; the last one has the output.
+
+        The chunks of parallel samples come in whatever order they arise, and one that fails does
+        not end the others: it is raised after them.
 
         Closing the generator early cancels the request and frees its blocks.
 
@@ -172,6 +186,8 @@ class FrontEnd:
             async with contextlib.aclosing(updates):
                 async for update in updates:
                     chunk = generation.push(update, time.monotonic())
+                    if chunk is None:
+                        continue
                     yield chunk
                     if chunk.output is not None:
                         return  # Where a stop string ended it, closing cancels the rest.

@@ -1,13 +1,14 @@
 """One request as its reader sees it: tokens become text, stop strings end it, time is taken."""
 
 import dataclasses
+import math
 
 from rayserve_paged.core.consumer import StreamUpdate
 from rayserve_paged.core.messages import TokenLogprobs
-from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.request import FinishReason, Request, SamplingParams
 from rayserve_paged.model.detokenizer import Detokenizer
 from rayserve_paged.model.tokenizer import Tokenizer
-from rayserve_paged.outputs import RequestOutput, StreamChunk
+from rayserve_paged.outputs import RequestOutput, SampleOutput, StreamChunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,11 +19,82 @@ class Job:
         name: Id of the request towards the user.
         prompt: Its text, None where ids were given.
         request: Towards the deployment, under an id that no one else uses.
+        shows_logprobs: Whether the user asked for the log-probabilities, or ranking alone did.
     """
 
     name: str
     prompt: str | None
     request: Request
+    shows_logprobs: bool
+
+
+class _Sample:
+    """Gathers one of the parallel samples of a request."""
+
+    def __init__(self, sibling: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        self.first_token_s: float | None = None
+        self.finish: FinishReason | None = None
+        self.error: str | None = None
+        self._sibling = sibling
+        self._has_logprobs = params.logprobs is not None
+        self._detokenizer = Detokenizer(tokenizer.token_bytes, params.stop, params.min_tokens)
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._last_token_s = 0.0
+
+    def push(
+        self, update: StreamUpdate, now: float, finish: FinishReason | None, error: str | None
+    ) -> tuple[str, tuple[int, ...], tuple[TokenLogprobs, ...]]:
+        """Take in what is new and how it ended; return the text, tokens and logprobs to show."""
+        delta = self._detokenizer.push(update.token_ids)
+        token_ids = update.token_ids[: delta.num_tokens]
+        logprobs = update.logprobs[: delta.num_tokens]
+        if token_ids:
+            self._last_token_s = now
+            if self.first_token_s is None:
+                self.first_token_s = now
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        text = delta.text
+        if delta.stop is not None:
+            # A stop string wins over whatever ended the tokens behind it.
+            self.end(FinishReason.STOP, None)
+        elif finish is not None:
+            text += self._detokenizer.finish()
+            self.end(finish, error)
+        self._texts.append(text)
+        return text, token_ids, logprobs
+
+    def end(self, finish: FinishReason, error: str | None) -> None:
+        self.finish, self.error = finish, error
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """What the best samples have least of."""
+        whole = self.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        return not whole, -self._cumulative_logprob
+
+    @property
+    def _cumulative_logprob(self) -> float:
+        return math.fsum(position.logprob for position in self._logprobs)
+
+    def output(self, *, shows_logprobs: bool) -> SampleOutput:
+        assert self.finish is not None, "it has not ended"
+        num_tokens = len(self._token_ids)
+        tpot_s = None
+        if self.first_token_s is not None and num_tokens > 1:
+            tpot_s = (self._last_token_s - self.first_token_s) / (num_tokens - 1)
+        return SampleOutput(
+            sibling=self._sibling,
+            token_ids=tuple(self._token_ids),
+            text="".join(self._texts),
+            finish_reason=self.finish,
+            tpot_s=tpot_s,
+            logprobs=tuple(self._logprobs) if shows_logprobs else None,
+            cumulative_logprob=self._cumulative_logprob if self._has_logprobs else None,
+            error=self.error,
+        )
 
 
 class Generation:
@@ -37,81 +109,71 @@ class Generation:
         self.job = job
         self.cancel_asked = False
         params = job.request.params
-        self._detokenizer = Detokenizer(tokenizer.token_bytes, params.stop, params.min_tokens)
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._samples = [_Sample(i, params, tokenizer) for i in range(params.num_siblings)]
         self._num_cached_tokens = 0
         self._replica: str | None = None
         self._submitted_s = 0.0
-        self._first_token_s: float | None = None
-        self._last_token_s = 0.0
 
     def begin(self, now: float) -> None:
         """Note the time of submission, in seconds of a clock that never goes back."""
         self._submitted_s = now
 
-    def push(self, update: StreamUpdate, now: float) -> StreamChunk:
+    def push(self, update: StreamUpdate, now: float) -> StreamChunk | None:
         """Take in what is new; the chunk with an `output` is the last one.
 
         Args:
             update: Of this request.
             now: Seconds, on the clock of `begin`.
+
+        Returns:
+            What there is to read; None where a stop string has ended the sample before.
         """
+        sample = self._samples[update.sibling]
+        if sample.finish is not None:
+            return None
         self._replica = update.replica_id
         self._num_cached_tokens = update.num_cached_tokens
-        delta = self._detokenizer.push(update.token_ids)
-        token_ids = update.token_ids[: delta.num_tokens]
-        logprobs = update.logprobs[: delta.num_tokens]
-        if token_ids:
-            self._last_token_s = now
-            if self._first_token_s is None:
-                self._first_token_s = now
-        self._token_ids += token_ids
-        self._logprobs += logprobs
-        # A stop string wins over whatever ended the tokens behind it.
-        finish = update.finish if delta.stop is None else FinishReason.STOP
-        text = delta.text
-        if finish is not None and delta.stop is None:
-            text += self._detokenizer.finish()
-        self._texts.append(text)
-        output = None if finish is None else self._finished(finish, update.error)
+        text, token_ids, logprobs = sample.push(update, now, *self._ending(update))
+        ended = all(sample.finish is not None for sample in self._samples)
         return StreamChunk(
             request_id=self.job.name,
+            sibling=update.sibling,
             text=text,
             token_ids=token_ids,
-            logprobs=logprobs,
-            output=output,
+            logprobs=logprobs if self.job.shows_logprobs else (),
+            finish_reason=sample.finish,
+            output=self._output() if ended else None,
         )
 
-    def _finished(self, finish: FinishReason, error: str | None) -> RequestOutput:
-        if finish is FinishReason.ERROR:
-            return self._output(finish, error or "no reason was given")
-        if finish is FinishReason.CANCELLED and not self.cancel_asked:
-            return self._output(FinishReason.ERROR, error or "cancelled, though nobody asked")
-        return self._output(finish, None)
+    def _ending(self, update: StreamUpdate) -> tuple[FinishReason | None, str | None]:
+        if update.finish is FinishReason.ERROR:
+            return FinishReason.ERROR, update.error or "no reason was given"
+        if update.finish is FinishReason.CANCELLED and not self.cancel_asked:
+            return FinishReason.ERROR, update.error or "cancelled, though nobody asked"
+        return update.finish, None
 
     def failed(self, reason: str) -> RequestOutput:
         """Return the output of a request that this reason put an end to."""
-        return self._output(FinishReason.ERROR, reason)
+        for sample in self._samples:
+            if sample.finish is None:
+                sample.end(FinishReason.ERROR, reason)
+        return dataclasses.replace(self._output(), error=reason)
 
-    def _output(self, finish: FinishReason, error: str | None) -> RequestOutput:
-        request, first = self.job.request, self._first_token_s
-        num_tokens = len(self._token_ids)
-        tpot_s = None
-        if first is not None and num_tokens > 1:
-            tpot_s = (self._last_token_s - first) / (num_tokens - 1)
+    def _output(self) -> RequestOutput:
+        request, samples = self.job.request, self._samples
+        errors = [sample.error for sample in samples if sample.error is not None]
+        starts = [s.first_token_s for s in samples if s.first_token_s is not None]
+        num_shown = request.params.n
+        if num_shown < len(samples):
+            # Stable: of equally good ones, the one drawn first.
+            samples = sorted(samples, key=lambda sample: sample.rank)[:num_shown]
         return RequestOutput(
             request_id=self.job.name,
             prompt=self.job.prompt,
             prompt_token_ids=request.prompt_token_ids,
-            token_ids=tuple(self._token_ids),
-            text="".join(self._texts),
-            finish_reason=finish,
+            samples=tuple(s.output(shows_logprobs=self.job.shows_logprobs) for s in samples),
             num_cached_tokens=self._num_cached_tokens,
             replica=self._replica,
-            ttft_s=None if first is None else first - self._submitted_s,
-            tpot_s=tpot_s,
-            logprobs=None if request.params.logprobs is None else tuple(self._logprobs),
-            error=error,
+            ttft_s=min(starts) - self._submitted_s if starts else None,
+            error=errors[0] if errors else None,
         )

@@ -48,6 +48,8 @@ class LLM:
         max_model_len: Most prompt and output tokens; the model's own limit by default.
         max_num_seqs: Sequences that run at once.
         max_num_batched_tokens: Tokens of one step; longer prompts are computed in chunks.
+        pipeline_depth: Steps in flight: at 2 the next is planned while one runs.
+        max_decode_steps: Steps that one plan may run where nothing can come in between.
         name: Of the deployment, unique on its cluster.
         shell: "ray" for actors on a Ray cluster, "inprocess" for threads of this process.
         address: Ray cluster to join, "auto" for this machine's; None to start one.
@@ -71,6 +73,8 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        pipeline_depth: int | None = None,
+        max_decode_steps: int | None = None,
         name: str | None = None,
         shell: str = "ray",
         address: str | None = None,
@@ -86,6 +90,8 @@ class LLM:
             "cache.memory": cache_memory,
             "batch.max_num_seqs": max_num_seqs,
             "batch.max_num_batched_tokens": max_num_batched_tokens,
+            "batch.pipeline_depth": pipeline_depth,
+            "batch.max_decode_steps": max_decode_steps,
             "parallel.tensor_parallel_size": tensor_parallel_size,
             "parallel.num_replicas": num_replicas,
         }
@@ -202,11 +208,12 @@ class LLM:
         """Answer one prompt as it goes, on whatever asyncio loop runs the iteration.
 
         Closing the iterator early (`contextlib.aclosing`) cancels the request and frees its
-        blocks. The last chunk has the whole output.
+        blocks. The last chunk has the whole output. The chunks of parallel samples come in whatever
+        order they arise.
 
         Args:
             prompt: As in `generate`.
-            params: As in `generate`.
+            params: As in `generate`; `best_of` may not be more than `n`.
             priority: Lower is served first.
             request_id: Unique among this LLM's live requests; None to draw one.
 
@@ -216,7 +223,9 @@ class LLM:
             RequestFailedError: On iteration: it failed; a stream that just ends is whole.
         """
         self._check_open()
-        job = self._front_end.prepare(prompt, params or SamplingParams(), priority, request_id)
+        job = self._front_end.prepare(
+            prompt, params or SamplingParams(), priority, request_id, streaming=True
+        )
         return self._thread.iterate(self._front_end.stream(job))
 
     def cancel(self, request_id: str) -> bool:

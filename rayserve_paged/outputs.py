@@ -10,56 +10,114 @@ from rayserve_paged.core.request import FinishReason
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """What became of one request.
+class SampleOutput:
+    """What became of one of the parallel samples of a request.
 
     Args:
-        request_id: As given by the user, or as drawn.
-        prompt: Text of the prompt (a chat's after its template), None where ids were given.
-        prompt_token_ids: The prompt as the model read it.
+        sibling: Which of the samples drawn it is, from 0.
         token_ids: Output tokens. Where an end id or stop id ended the output it is the last of
             them; where a stop string did, the token that completed it is.
         text: Text of the output, cut before the stop string that ended it; special tokens have
             none.
         finish_reason: Why it ended.
+        tpot_s: Mean seconds from one token to the next, None with fewer than two tokens.
+        logprobs: One for each of `token_ids` where asked for, else None.
+        cumulative_logprob: Sum of the log-probabilities of `token_ids`, where these were asked
+            for or the samples were ranked by it, else None.
+        error: Reason, where finish_reason is ERROR.
+    """
+
+    sibling: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    tpot_s: float | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    cumulative_logprob: float | None
+    error: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What became of one request.
+
+    The first sample's `token_ids`, `text`, `finish_reason`, `tpot_s`, `logprobs` and
+    `cumulative_logprob` are also found here: all there is to know where one sample was asked for.
+
+    Args:
+        request_id: As given by the user, or as drawn.
+        prompt: Text of the prompt (a chat's after its template), None where ids were given.
+        prompt_token_ids: The prompt as the model read it.
+        samples: `n` samples, in the order of their draws. Of `best_of` samples that are more than
+            `n`, those with the highest `cumulative_logprob`, the highest first; one that failed or
+            was cancelled comes behind all that were not.
         num_cached_tokens: Prompt tokens that came from the prefix cache; their KV was not computed.
         replica: Who served it, None where it reached none.
         ttft_s: Seconds from submission to the first token, None where there was none.
-        tpot_s: Mean seconds from one token to the next, None with fewer than two tokens.
-        logprobs: One for each of `token_ids` where asked for, else None.
-        error: Reason, where finish_reason is ERROR.
+        error: Why it failed: the reason of the first of all samples drawn that did. None where
+            none failed.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
+    samples: tuple[SampleOutput, ...]
     num_cached_tokens: int
     replica: str | None
     ttft_s: float | None
-    tpot_s: float | None
-    logprobs: tuple[TokenLogprobs, ...] | None
     error: str | None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Output tokens of the first sample."""
+        return self.samples[0].token_ids
+
+    @property
+    def text(self) -> str:
+        """Text of the first sample."""
+        return self.samples[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first sample ended."""
+        return self.samples[0].finish_reason
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds from one token of the first sample to the next."""
+        return self.samples[0].tpot_s
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Log-probabilities of the first sample, where asked for."""
+        return self.samples[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the log-probabilities of the first sample's tokens, where known."""
+        return self.samples[0].cumulative_logprob
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StreamChunk:
-    """What is new of one stream. The chunks together are the output.
+    """What is new of one sample of a stream. The chunks of a sample together are its output.
 
     Args:
         request_id: As given by the user, or as drawn.
+        sibling: Which of the request's parallel samples, from 0.
         text: New text: never a part of a character, nor what may become a stop string.
         token_ids: New output tokens; their text may follow in a later chunk.
         logprobs: One for each new token where asked for, else empty.
-        output: The whole output, on the last chunk.
+        finish_reason: Why the sample ended, on its last chunk.
+        output: The whole output, on the last chunk of all.
     """
 
     request_id: str
+    sibling: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
     output: RequestOutput | None
 
 

@@ -1,9 +1,10 @@
-"""Reads prompts and their sampling parameters from a file of JSON lines."""
+"""Reads prompts and sampling parameters as files and command lines hold them."""
 
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,7 +37,8 @@ def read_prompts(path: Path, sampling: Mapping[str, Any]) -> list[PromptEntry]:
     """Read a file of JSON objects, one a line; empty lines are skipped.
 
     Each holds exactly one of `prompt` (text), `messages` (a chat) and `prompt_token_ids`, and any
-    fields of `SamplingParams`, for that request alone.
+    fields of `SamplingParams`, for that request alone. Ids of a `logit_bias` may be keys of an
+    object ({"17": -100}), or stand in pairs ([[17, -100]]).
 
     Args:
         path: The file, in UTF-8.
@@ -79,6 +81,8 @@ def _entry(place: str, line: str, sampling: Mapping[str, Any]) -> PromptEntry:
     if len(given) != 1:
         raise InvalidInputError(place, given, f"exactly one of {', '.join(_PROMPT_FIELDS)}")
     own = {name: value for name, value in fields.items() if name in _SAMPLING_FIELDS}
+    if isinstance(own.get("logit_bias"), dict):
+        own["logit_bias"] = _pairs(own["logit_bias"])
     try:
         params = SamplingParams(**{**sampling, **own})
     except InvalidInputError as error:
@@ -94,6 +98,52 @@ def _prompt(place: str, name: str, value: object) -> "Prompt":
     if not isinstance(value, list):
         raise InvalidInputError(f"{place}: {name}", value, "a list")
     return {"messages": value} if name == "messages" else value
+
+
+def _pairs(biases: Mapping[str, object]) -> list[tuple[object, object]]:
+    """Make numbers of keys, which are text in JSON; what is none is left for the check of ids."""
+    return [(_as_integer(token_id), bias) for token_id, bias in biases.items()]
+
+
+def _as_integer(text: str) -> int | str:
+    # `int` alone also takes underscores, spaces and digits of other scripts.
+    return int(text) if re.fullmatch(r"-?[0-9]{1,20}", text) else text
+
+
+def parse_logit_bias(texts: Sequence[str]) -> list[tuple[object, object]]:
+    """Read values of --logit-bias, each an ID=BIAS or a JSON object of these.
+
+    Returns:
+        Pairs as `SamplingParams` takes and checks them.
+
+    Raises:
+        InvalidInputError: A value is neither.
+    """
+    pairs: list[tuple[object, object]] = []
+    for text in texts:
+        try:
+            if text.lstrip().startswith("{"):
+                pairs += _pairs(json.loads(text))
+            else:
+                token_id, _, bias = text.partition("=")
+                pairs.append((int(token_id), float(bias)))
+        except ValueError as error:
+            accepted = 'ID=BIAS or a JSON object such as {"17": -100}'
+            raise InvalidInputError("--logit-bias", text, accepted) from error
+    return pairs
+
+
+def parse_token_ids(flag: str, text: str) -> list[int]:
+    """Read token ids with commas between them.
+
+    Raises:
+        InvalidInputError: One is not an integer.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        accepted = "token ids with commas between, such as 17,18"
+        raise InvalidInputError(flag, text, accepted) from error
 
 
 def located(place: str, error: InvalidInputError) -> InvalidInputError:

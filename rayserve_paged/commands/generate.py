@@ -39,11 +39,34 @@ _Prompts = Annotated[
 ]
 _Json = Annotated[bool, _in_out("Print one JSON line per request.", "--json")]
 _Timings = Annotated[bool, _in_out("Print on stderr where the time went.", "--timings")]
+_N = Annotated[int | None, _sampling("Parallel samples of each prompt (1).", "--n")]
+_BestOf = Annotated[
+    int | None, _sampling("Samples to draw, of which the --n most likely are returned.")
+]
 _MaxTokens = Annotated[int | None, _sampling("Most output tokens (16).")]
 _MinTokens = Annotated[int | None, _sampling("Fewest output tokens (0).")]
 _Temperature = Annotated[float | None, _sampling("0 is greedy (1.0).")]
 _TopP = Annotated[float | None, _sampling("Nucleus, above 0 and up to 1 (1.0).")]
 _TopK = Annotated[int | None, _sampling("Most likely tokens kept; 0 keeps all (0).")]
+_MinP = Annotated[
+    float | None, _sampling("Least likely token kept, as a share of the most likely one's (0).")
+]
+_RepetitionPenalty = Annotated[
+    float | None, _sampling("Divides logits of tokens in prompt and output; 1 for none (1).")
+]
+_PresencePenalty = Annotated[
+    float | None, _sampling("Taken off logits of tokens in the output, -2 to 2 (0).")
+]
+_FrequencyPenalty = Annotated[
+    float | None, _sampling("The same for each time that it is there, -2 to 2 (0).")
+]
+_LogitBias = Annotated[
+    list[str] | None,
+    _sampling("ID=BIAS, or several as a JSON object, -100 to 100; may be given again."),
+]
+_AllowedTokenIds = Annotated[
+    str | None, _sampling("Tokens that may be chosen, such as 17,18; absent: all.")
+]
 _Seed = Annotated[int | None, _sampling("Of the random draws; drawn where absent.")]
 _IgnoreEos = Annotated[
     bool, _sampling("Go on past the model's end-of-sequence ids.", "--ignore-eos")
@@ -63,6 +86,10 @@ _MaxModelLen = Annotated[
 ]
 _MaxNumSeqs = Annotated[int | None, _deployment("Sequences that run at once (64).")]
 _MaxNumBatchedTokens = Annotated[int | None, _deployment("Tokens of one step (512).")]
+_PipelineDepth = Annotated[
+    int | None, _deployment("Steps in flight; at 2 one is planned while one runs (1).")
+]
+_MaxDecodeSteps = Annotated[int | None, _deployment("Steps that one plan may run (1).")]
 _Name = Annotated[str | None, _deployment("Its name on the cluster (default).")]
 _Shell = Annotated[
     str, _deployment("ray: actors on a cluster; inprocess: threads of this process.")
@@ -79,11 +106,19 @@ def generate(
     prompts: _Prompts = None,
     as_json: _Json = False,
     timings: _Timings = False,
+    n: _N = None,
+    best_of: _BestOf = None,
     max_tokens: _MaxTokens = None,
     min_tokens: _MinTokens = None,
     temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
+    min_p: _MinP = None,
+    repetition_penalty: _RepetitionPenalty = None,
+    presence_penalty: _PresencePenalty = None,
+    frequency_penalty: _FrequencyPenalty = None,
+    logit_bias: _LogitBias = None,
+    allowed_token_ids: _AllowedTokenIds = None,
     seed: _Seed = None,
     ignore_eos: _IgnoreEos = False,
     stop: _Stop = None,
@@ -97,6 +132,8 @@ def generate(
     max_model_len: _MaxModelLen = None,
     max_num_seqs: _MaxNumSeqs = None,
     max_num_batched_tokens: _MaxNumBatchedTokens = None,
+    pipeline_depth: _PipelineDepth = None,
+    max_decode_steps: _MaxDecodeSteps = None,
     name: _Name = None,
     shell: _Shell = "ray",
     address: _Address = None,
@@ -104,11 +141,19 @@ def generate(
 ) -> None:
     """Answer prompts with a model that is started for them."""
     sampling = {
+        "n": n,
+        "best_of": best_of,
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": logit_bias or None,
+        "allowed_token_ids": allowed_token_ids,
         "seed": seed,
         "ignore_eos": ignore_eos or None,
         "stop": stop or None,
@@ -124,6 +169,8 @@ def generate(
         "cache.memory": cache_memory,
         "batch.max_num_seqs": max_num_seqs,
         "batch.max_num_batched_tokens": max_num_batched_tokens,
+        "batch.pipeline_depth": pipeline_depth,
+        "batch.max_decode_steps": max_decode_steps,
         "parallel.tensor_parallel_size": tp,
         "parallel.num_replicas": replicas,
     }
@@ -141,10 +188,20 @@ def _entries(
     texts: Sequence[str], path: Path | None, sampling: dict[str, Any]
 ) -> "list[PromptEntry]":
     from rayserve_paged.core.request import SamplingParams
-    from rayserve_paged.prompt_file import PromptEntry, read_prompts
+    from rayserve_paged.prompt_file import (
+        PromptEntry,
+        parse_logit_bias,
+        parse_token_ids,
+        read_prompts,
+    )
 
     if bool(texts) == (path is not None):
         raise InvalidInputError("--prompt", texts, "either --prompt or --prompts")
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = parse_logit_bias(sampling["logit_bias"])
+    if "allowed_token_ids" in sampling:
+        ids = parse_token_ids("--allowed-token-ids", sampling["allowed_token_ids"])
+        sampling["allowed_token_ids"] = ids
     if path is not None:
         return read_prompts(path, sampling)
     params = SamplingParams(**sampling)

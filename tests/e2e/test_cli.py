@@ -26,6 +26,7 @@ KEYS = [
     "ttft_s",
     "tpot_s",
 ]
+SAMPLE_KEYS = ["sibling", "token_ids", "text", "finish_reason", "tpot_s"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,71 @@ def test_sampling_flags_reach_the_request(run: Run) -> None:
     assert {len(position["top"]) for position in first["logprobs"]} == {1}
 
 
+def test_several_samples_of_a_prompt_are_listed(run: Run) -> None:
+    args = ["--prompt", "x", "--json", "--seed", "3", "--n", "3"]
+    (row,) = run(*FINGERPRINT, *args).rows
+    assert list(row) == [*KEYS, "samples"]
+    assert [list(sample) for sample in row["samples"]] == [SAMPLE_KEYS] * 3
+    assert [sample["sibling"] for sample in row["samples"]] == [0, 1, 2]
+    assert len({tuple(sample["token_ids"]) for sample in row["samples"]}) == 3
+    for name in SAMPLE_KEYS[1:]:
+        assert row["samples"][0][name] == row[name]
+
+
+def test_the_best_of_several_samples_are_listed_best_first(run: Run) -> None:
+    args = ["--prompt", "x", "--json", "--seed", "3"]
+    (five,) = run(*FINGERPRINT, *args, "--n", "5", "--logprobs", "0").rows
+    (row,) = run(*FINGERPRINT, *args, "--n", "2", "--best-of", "5").rows
+    ranked = sorted(five["samples"], key=lambda sample: -sample["cumulative_logprob"])[:2]
+    assert list(row) == [*KEYS, "cumulative_logprob", "samples"]
+    for sample, expected in zip(row["samples"], ranked, strict=True):
+        assert list(sample) == [*SAMPLE_KEYS, "cumulative_logprob"]
+        assert sample["sibling"] == expected["sibling"]
+        assert sample["token_ids"] == expected["token_ids"]
+        assert sample["cumulative_logprob"] == pytest.approx(expected["cumulative_logprob"])
+    (only,) = run(*FINGERPRINT, *args, "--best-of", "5").rows
+    assert only["token_ids"] == ranked[0]["token_ids"]
+    assert "samples" not in only
+
+
+def test_several_samples_in_text_are_numbered(run: Run) -> None:
+    args = ["--prompt", "x", "--seed", "3", "--allowed-token-ids", "65,66"]
+    ended = run(*FINGERPRINT, *args, "--n", "2")
+    lines = ended.out.splitlines()
+    assert lines[::2] == [f"--- --prompt 1, sample {number} of 2 (length)" for number in (1, 2)]
+    assert lines[1] != lines[3]
+    # One of them is printed as if it were the only one.
+    assert run(*FINGERPRINT, *args, "--best-of", "2").out.splitlines() in ([lines[1]], [lines[3]])
+
+
+def test_flags_that_edit_the_logits_reach_the_request(run: Run) -> None:
+    args = ["--prompt", "x", "--json", "--temperature", "0"]
+
+    def token_ids(*flags: str) -> list[int]:
+        ended = run(*FINGERPRINT, *args, *flags)
+        assert ended.status == 0, ended
+        ids: list[int] = ended.rows[0]["token_ids"]
+        return ids
+
+    assert token_ids("--logit-bias", "7=100") == [7] * 16
+    assert token_ids("--logit-bias", '{"7": 50, "8": -1}', "--logit-bias", "9=100") == [9] * 16
+    assert token_ids("--allowed-token-ids", "12") == [12] * 16
+    assert token_ids("--temperature", "50", "--min-p", "1") == greedy("x", 16)
+    few = ["--allowed-token-ids", "5, 6,7,8"]
+    plain = token_ids(*few)
+    assert set(plain) <= {5, 6, 7, 8}
+    assert token_ids(*few, "--frequency-penalty", "2") != plain
+    assert token_ids(*few, "--presence-penalty", "2") != plain
+    assert token_ids(*few, "--repetition-penalty", "100") != plain
+
+
+def test_steps_may_overlap_or_be_planned_several_at_once(run: Run) -> None:
+    args = ["--prompt", "a", "--prompt", "b", "--temperature", "0", "--json"]
+    for flags in (["--pipeline-depth", "2"], ["--max-decode-steps", "8"]):
+        ended = run(*FINGERPRINT, *args, *flags)
+        assert [row["token_ids"] for row in ended.rows] == [greedy("a", 16), greedy("b", 16)]
+
+
 def test_a_stop_string_ends_the_text(run: Run) -> None:
     args = ["--prompt", "x", "--temperature", "0", "--json"]
     (whole,) = run(*FINGERPRINT, *args).rows
@@ -152,7 +218,13 @@ def test_lines_of_a_file_bring_their_own_parameters(run: Run, tmp_path: Path) ->
         ('{"prompt": "x", "temperature": NaN}', "temperature=nan is not accepted"),
         ('{"prompt": "x", "max_tokens": "5"}', "max_tokens='5' is not accepted"),
         ('{"prompt": "x", "temprature": 1}', "a known field: temperature"),
-        ('{"prompt": "x", "n": 2}', "n=2 is not accepted"),
+        ('{"prompt": "x", "n": 0}', "n=0 is not accepted"),
+        ('{"prompt": "x", "n": 65}', "n=65 is not accepted: expected at most 64"),
+        ('{"prompt": "x", "best_of": 65}', "best_of=65 is not accepted: expected at most 64"),
+        ('{"prompt": "x", "n": 3, "best_of": 2}', "best_of=2 is not accepted: expected an integer"),
+        ('{"prompt": "x", "logit_bias": {"1_0": 1}}', "logit_bias='1_0' is not accepted"),
+        ('{"prompt": "x", "logit_bias": {"1": 1, "01": 2}}', "expected one bias for each token id"),
+        ('{"prompt": "x", "logit_bias": 5}', "logit_bias=5 is not accepted"),
         ('{"prompt": "x", "prompt_token_ids": [1]}', "exactly one of prompt, messages"),
         ('{"max_tokens": 5}', "exactly one of prompt, messages"),
         ('{"prompt": 5}', "prompt=5 is not accepted"),
@@ -177,7 +249,17 @@ def test_a_bad_line_is_refused_with_its_place(
 
 
 def test_every_sampling_parameter_may_be_set_by_a_line(run: Run, tmp_path: Path) -> None:
-    fields = dataclasses.asdict(SamplingParams(stop=["x"], stop_token_ids=[3], seed=1, logprobs=0))
+    params = SamplingParams(
+        n=2,
+        best_of=3,
+        stop=["x"],
+        stop_token_ids=[3],
+        seed=1,
+        logprobs=0,
+        logit_bias={5: 1.5},
+        allowed_token_ids=[5, 6],
+    )
+    fields = dataclasses.asdict(params)
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "x", **fields}))
     assert run(*FINGERPRINT, "--prompts", str(path), "--json").status == 0
@@ -202,6 +284,25 @@ def test_every_sampling_parameter_may_be_set_by_a_line(run: Run, tmp_path: Path)
         (["--temperature", "nan"], "temperature=nan is not accepted"),
         (["--top-p", "0"], "top_p=0.0 is not accepted"),
         (["--max-tokens", "2000"], "needs 126 blocks of 16 slots, and the pool has 64"),
+        (["--n", "0"], "n=0 is not accepted"),
+        (["--n", "9", "--max-num-seqs", "8"], "n=9 is not accepted: expected at most 8"),
+        (["--n", "2", "--best-of", "1"], "best_of=1 is not accepted: expected an integer from n=2"),
+        (["--min-p", "nan"], "min_p=nan is not accepted"),
+        (["--repetition-penalty", "0"], "repetition_penalty=0.0 is not accepted"),
+        (["--presence-penalty", "2.1"], "presence_penalty=2.1 is not accepted"),
+        (["--frequency-penalty", "inf"], "frequency_penalty=inf is not accepted"),
+        (["--logit-bias", "7"], "--logit-bias='7' is not accepted: expected ID=BIAS or"),
+        (
+            ["--logit-bias", "7=1", "--logit-bias", '{"7": 2}'],
+            "expected one bias for each token id",
+        ),
+        (["--logit-bias", '{"7": 2'], "--logit-bias='{\"7\": 2' is not accepted"),
+        (["--logit-bias", "7=nan"], "logit_bias=nan is not accepted"),
+        (["--logit-bias", "1000=1"], "logit_bias=1000 is not accepted"),
+        (["--allowed-token-ids", ""], "--allowed-token-ids='' is not accepted"),
+        (["--allowed-token-ids", "1,x"], "--allowed-token-ids='1,x' is not accepted"),
+        (["--pipeline-depth", "3"], "batch.pipeline_depth=3 is not accepted"),
+        (["--max-decode-steps", "0"], "batch.max_decode_steps=0 is not accepted"),
         (["--shell", "slurm"], "shell='slurm' is not accepted"),
         (["--prompts", "x.jsonl"], "either --prompt or --prompts"),
         (["--config", "no-such.yaml"], "config='no-such.yaml' is not accepted"),
@@ -291,10 +392,11 @@ def test_help_loads_nothing_heavy() -> None:
 def test_the_command_on_ray_prints_results_alone_on_stdout() -> None:
     command = [sys.executable, "-m", "rayserve_paged.cli", "generate", "--model", "fingerprint"]
     command += ["--prompt", "x", "--temperature", "0", "--num-blocks", "64", "--json", "--timings"]
-    ended = subprocess.run([*command, "--tp", "2"], capture_output=True, text=True)
+    command += ["--tp", "2", "--n", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True)
     (row,) = map(json.loads, ended.stdout.splitlines())
     assert ended.returncode == 0
-    assert row["token_ids"] == greedy("x", 16)
+    assert [sample["token_ids"] for sample in row["samples"]] == [greedy("x", 16)] * 2
     values = {name: float(v) for name, v in (line.split("=") for line in ended.stderr.splitlines())}
     assert {"first_token_s", "deployment.ray_init_s", "r0.rank1.rss_mb"} <= set(values)
     assert values["r0.rank0.rss_mb"] > 0

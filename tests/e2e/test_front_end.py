@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -158,6 +159,22 @@ def test_a_lost_replica_ends_its_requests_with_the_reason(shell: CountingShell) 
     run(shell, test)
 
 
+def test_a_lost_replica_ends_all_samples_of_a_request(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        group = dataclasses.replace(ENDLESS, n=3)
+        running = asyncio.create_task(front_end.complete([front_end.prepare("x", group)]))
+        while shell.num_polls < 3:
+            await asyncio.sleep(0)
+        shell.handle(LoseReplica(R0, LIFE, "gone"))
+        (output,) = await running
+        assert output.error == "gone"
+        assert [sample.error for sample in output.samples] == ["gone"] * 3
+        for sample in output.samples:
+            assert sample.token_ids == tuple(oracle(b"x", len(sample.token_ids)))
+
+    run(shell, test)
+
+
 def test_a_stream_of_a_lost_replica_does_not_just_end(shell: CountingShell) -> None:
     async def test(front_end: FrontEnd) -> None:
         job = front_end.prepare("x", ENDLESS, request_id="mine")
@@ -286,6 +303,28 @@ def test_a_consumer_whose_lease_ran_out_is_told_so() -> None:
         shell.shutdown()
 
     asyncio.run(test())
+
+
+def test_closing_a_stream_ends_all_samples_of_its_request(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        group = dataclasses.replace(ENDLESS, n=3)
+        async with contextlib.aclosing(front_end.stream(front_end.prepare("x", group))) as stream:
+            seen = {(await anext(stream)).sibling for _ in range(6)}
+        assert seen == {0, 1, 2}
+        await until_nothing_is_held(front_end)
+
+    run(shell, test)
+
+
+def test_answers_lost_on_the_way_are_given_again_to_all_samples(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        shell.lose_answers = 3
+        group = dataclasses.replace(GREEDY, n=3)
+        (output,) = await front_end.complete([front_end.prepare("x", group)])
+        assert [sample.token_ids for sample in output.samples] == [tuple(oracle(b"x", 8))] * 3
+        assert shell.lose_answers == 0
+
+    run(shell, test)
 
 
 def test_closing_the_front_end_ends_open_streams_with_an_error(shell: CountingShell) -> None:

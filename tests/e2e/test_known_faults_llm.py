@@ -6,10 +6,12 @@ wrong block, and whose oracle computes every sequence alone and without a cache.
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from rayserve_paged import LLM, SamplingParams, cli
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.model.fingerprint import oracle
+from rayserve_paged.outputs import RequestOutput
 
 VOCAB_SIZE = 1000
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -67,6 +70,74 @@ def refuses_on_the_command_line(
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     return line
+
+
+# --- B14: groups of samples -----------------------------------------------------------------
+
+FOUR = SamplingParams(n=4, max_tokens=100, seed=14)
+EIGHT_IDS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def test_b14_a_group_that_is_cancelled_after_a_child_has_ended_leaves_nothing(llm: LLM) -> None:
+    (whole,) = llm.generate([EIGHT_IDS], FOUR)
+    second = whole.samples[1].token_ids[1]
+    assert not any(
+        second in sample.token_ids[:4] for sample in whole.samples if sample.sibling != 1
+    )
+    assert second != whole.samples[1].token_ids[0]
+    params = dataclasses.replace(FOUR, stop_token_ids=[second])
+
+    async def cancel_at_the_third_token() -> RequestOutput | None:
+        output, num_read = None, [0] * 4
+        async for chunk in llm.stream(EIGHT_IDS, params, request_id="group"):
+            num_read[chunk.sibling] += len(chunk.token_ids)
+            if num_read[0] >= 3:
+                llm.cancel("group")
+            output = chunk.output
+        return output
+
+    output = asyncio.run(cancel_at_the_third_token())
+    assert output is not None
+    child = output.samples[1]
+    assert (len(child.token_ids), child.finish_reason) == (2, FinishReason.STOP)
+    assert [s.finish_reason for s in output.samples if s is not child] == ["cancelled"] * 3
+    for sample in output.samples:
+        assert sample.token_ids == whole.samples[sample.sibling].token_ids[: len(sample.token_ids)]
+    assert num_unused_blocks(llm) == 256
+    assert not llm.cancel("group")
+
+
+def test_b14_a_group_is_admitted_whole_or_not_at_all() -> None:
+    params = SamplingParams(n=4, max_tokens=4, seed=14)
+    with LLM("fingerprint", shell="inprocess", block_size=4, num_blocks=16, max_num_seqs=3) as llm:
+        before = llm.accounting()
+        with pytest.raises(InvalidInputError, match="n=4 is not accepted: expected at most 3"):
+            llm.generate([EIGHT_IDS], params)
+        assert llm.accounting() == before
+    # Three siblings of 3 blocks, two of them shared, are what the pool holds.
+    with LLM("fingerprint", shell="inprocess", block_size=4, num_blocks=5) as llm:
+        (output,) = llm.generate([EIGHT_IDS], params)
+        assert num_unused_blocks(llm) == 5
+    with LLM("fingerprint", shell="inprocess", block_size=4, num_blocks=16) as llm:
+        (in_a_large_pool,) = llm.generate([EIGHT_IDS], params)
+    assert [s.token_ids for s in output.samples] == [s.token_ids for s in in_a_large_pool.samples]
+    assert len({sample.token_ids for sample in output.samples}) == 4
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_b14_a_reader_that_goes_while_its_group_is_submitted_leaves_nothing(
+    llm: LLM, num_turns: int
+) -> None:
+    async def go_after(num_turns: int) -> None:
+        task = asyncio.create_task(anext(llm.stream(EIGHT_IDS, FOUR)))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(go_after(num_turns))
+    assert num_unused_blocks(llm) == 256
 
 
 # --- B17, B34: admission --------------------------------------------------------------------
@@ -204,6 +275,58 @@ def test_b87_a_stop_id_outside_the_vocabulary_is_refused(llm: LLM) -> None:
         SamplingParams(stop_token_ids=[-1])
 
 
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"logit_bias": {VOCAB_SIZE: 5}}, "logit_bias=1000 is not accepted: expected integers"),
+        ({"logit_bias": {-1: 5}}, "logit_bias=-1 is not accepted: expected at most 300 token ids"),
+        ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids=1000 is not accepted"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids=-1 is not accepted"),
+        ({"allowed_token_ids": []}, "allowed_token_ids=[] is not accepted: expected at least one"),
+    ],
+)
+def test_b87_biased_and_allowed_ids_outside_the_vocabulary_are_refused(
+    llm: LLM, fields: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        llm.generate("x", SamplingParams(**fields))
+    assert str(refused.value).startswith(complaint)
+    assert llm.generate("x", GREEDY)[0].token_ids == greedy("x", 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ('"logit_bias": {"1000": 5}', "logit_bias=1000 is not accepted"),
+        ('"logit_bias": {"-1": 5}', "logit_bias=-1 is not accepted"),
+        ('"logit_bias": {"x": 5}', "logit_bias='x' is not accepted"),
+        ('"stop_token_ids": [1000], "min_tokens": 5', "stop_token_ids=1000 is not accepted"),
+        ('"allowed_token_ids": [1000]', "allowed_token_ids=1000 is not accepted"),
+        ('"allowed_token_ids": []', "allowed_token_ids=[] is not accepted"),
+        ('"logprobs": -1', "logprobs=-1 is not accepted"),
+    ],
+)
+def test_b87_the_command_refuses_ids_outside_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    fields: str,
+    complaint: str,
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "x", {fields}}}\n')
+    line = refuses_on_the_command_line(monkeypatch, capfd, "--prompts", str(path))
+    assert f"{path}:1: {complaint}" in line
+
+
+def test_b87_the_last_id_of_the_vocabulary_may_be_biased_and_allowed(llm: LLM) -> None:
+    last = VOCAB_SIZE - 1
+    biased = SamplingParams(max_tokens=8, seed=1, logit_bias={last: 100.0})
+    alone = SamplingParams(max_tokens=8, seed=1, allowed_token_ids=[last])
+    outputs = llm.generate("x", biased) + llm.generate("x", alone)
+    assert [output.token_ids for output in outputs] == [(last,) * 8] * 2
+
+
 @pytest.mark.parametrize("bad", [-1, 21, VOCAB_SIZE])
 def test_b87_logprobs_are_bounded(bad: int) -> None:
     with pytest.raises(InvalidInputError, match="logprobs"):
@@ -225,6 +348,9 @@ def test_b87_logprobs_are_bounded(bad: int) -> None:
         ("top_p", "1.1"),
         ("top_p", '"0.5"'),
         ("min_p", "-0.1"),
+        ("min_p", "2"),
+        ("repetition_penalty", "0"),
+        ("repetition_penalty", "-1"),
         ("repetition_penalty", "NaN"),
         ("presence_penalty", "1e9"),
     ],

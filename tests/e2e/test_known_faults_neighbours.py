@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from rayserve_paged.core.messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.front_end import FrontEnd
 from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.fingerprint import oracle
-from rayserve_paged.model.sampler import Sampler, SamplingRow
+from rayserve_paged.model.sampler import Sampler
+from rayserve_paged.model.sampling_row import SamplingRow
 from rayserve_paged.model.tokenizer import ByteTokenizer
 
 VOCAB_SIZE = 1000
@@ -250,3 +252,18 @@ def test_b100_a_seeded_request_is_the_same_on_every_replica() -> None:
         outputs = llm.generate(["short one", "short one"], seeded)
     assert {output.replica for output in outputs} == {"r0", "r1"}
     assert len({output.token_ids for output in outputs}) == 1
+
+
+def test_b100_two_siblings_are_reproducible_and_differ() -> None:
+    pair = SamplingParams(n=2, seed=42, temperature=0.8, max_tokens=16)
+    alone = dataclasses.replace(pair, n=1)
+    others = [SamplingParams(seed=n, temperature=0.8, max_tokens=16) for n in range(7)]
+    with LLM("fingerprint", shell="inprocess", num_blocks=64) as llm:
+        (single,) = llm.generate("the seeded one", alone)
+        (first,) = llm.generate("the seeded one", pair)
+        *_, again = llm.generate(["the seeded one"] * 8, [*others, pair])
+    siblings = [sample.token_ids for sample in first.samples]
+    assert [len(token_ids) for token_ids in siblings] == [16, 16]
+    assert siblings[0] == single.token_ids
+    assert siblings[1] != siblings[0]
+    assert [sample.token_ids for sample in again.samples] == siblings

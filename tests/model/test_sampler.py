@@ -7,12 +7,15 @@ import torch
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.request import SamplingParams
 from rayserve_paged.model.fingerprint import FingerprintOracle
-from rayserve_paged.model.sampler import Sampler, SamplingRow
+from rayserve_paged.model.sampler import Sampler
+from rayserve_paged.model.sampling_row import SamplingRow
 from rayserve_paged.model.spec import FingerprintConfig
 
 
-def row(position: int = 0, eos: tuple[int, ...] = (), /, **params: object) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), position, eos)  # type: ignore[arg-type]
+def row(
+    position: int = 0, eos: tuple[int, ...] = (), sibling: int = 0, /, **params: object
+) -> SamplingRow:
+    return SamplingRow(SamplingParams(**params), position, eos, sibling)  # type: ignore[arg-type]
 
 
 def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
@@ -72,6 +75,19 @@ def test_top_p_applies_to_what_top_k_left() -> None:
     assert np.flatnonzero(drawn(logits, 500, top_k=2, top_p=0.7)).tolist() == [1, 3]
 
 
+def test_min_p_keeps_what_is_likely_enough_beside_the_most_likely() -> None:
+    logits = np.log([0.05, 0.5, 0.15, 0.3]).tolist()
+    for min_p, kept in ((1.0, [1]), (0.55, [1, 3]), (0.2, [1, 2, 3]), (0.05, [0, 1, 2, 3])):
+        assert np.flatnonzero(drawn(logits, 500, min_p=min_p)).tolist() == kept
+
+
+def test_top_p_applies_to_what_min_p_left() -> None:
+    logits = np.log([0.05, 0.5, 0.15, 0.3]).tolist()
+    # Of the two that min_p keeps, the first has 0.625.
+    assert np.flatnonzero(drawn(logits, 500, min_p=0.5, top_p=0.6)).tolist() == [1]
+    assert np.flatnonzero(drawn(logits, 500, min_p=0.5, top_p=0.7)).tolist() == [1, 3]
+
+
 def test_top_p_over_a_flat_distribution_keeps_more_than_the_first_candidates() -> None:
     rows = [row(position, seed=3, top_p=0.9) for position in range(400)]
     ids = sample_ids(torch.zeros(400, 3000), rows)
@@ -97,6 +113,9 @@ def test_b89_top_k_off_in_one_row_and_beyond_the_vocabulary_in_another() -> None
     [
         *(("temperature", value) for value in (math.nan, math.inf, -1, 1e308, "1")),
         *(("top_p", value) for value in (math.nan, 0, -1, 1.1)),
+        *(("min_p", value) for value in (math.nan, -0.1, 2)),
+        *(("repetition_penalty", value) for value in (math.nan, 0, -1)),
+        ("presence_penalty", 1e9),
     ],
 )
 def test_b88_nonsense_sampling_numbers_are_refused(field: str, value: object) -> None:
@@ -164,7 +183,7 @@ def test_rows_that_cannot_be_sampled_fail_alone() -> None:
     token_ids, _, errors = Sampler().sample(logits, rows)
     assert errors == {
         0: "a random choice needs a seed",
-        1: "a stop id is outside the vocabulary of 100",
+        1: "id 100 is outside the vocabulary of 100",
         2: "the logits hold NaN or infinity, or allow no token",
     }
     assert token_ids[3] == int(logits[3].argmax())
@@ -194,7 +213,7 @@ def test_results_of_a_row_are_bitwise_equal_in_any_batch() -> None:
 
 
 def b100_tokens(
-    start: int, history: list[int], neighbours: list[SamplingRow], place: int
+    start: int, history: list[int], neighbours: list[SamplingRow], place: int, sibling: int = 0
 ) -> list[int]:
     """Continue a seeded request of 16 tokens, with neighbours around it in every step."""
     oracle = FingerprintOracle(FingerprintConfig())
@@ -205,7 +224,7 @@ def b100_tokens(
         logits = random_logits(len(neighbours) + 1, 1000, seed=position)
         logits[place] = oracle.logits()
         rows = list(neighbours)
-        rows.insert(place, row(position, seed=42, temperature=0.8))
+        rows.insert(place, row(position, (), sibling, seed=42, temperature=0.8))
         output.append(sample_ids(logits, rows)[place])
         oracle.append(output[-1])
     return output
@@ -221,6 +240,17 @@ def test_b100_a_seeded_output_does_not_depend_on_its_neighbours() -> None:
     assert b100_tokens(0, [], seeded, 5) == alone
     # Another replica that takes over after eight tokens draws what this one would have.
     assert b100_tokens(8, alone[:8], seeded, 7) == alone
+    # n=2: the first sibling is the request alone; the other is another and the same each time.
+    other = b100_tokens(0, [], [], 0, sibling=1)
+    assert other != alone
+    assert b100_tokens(0, [], seeded, 3, sibling=1) == other
+
+
+def test_siblings_draw_apart_from_the_same_logits() -> None:
+    rows = [row(3, (), sibling, seed=9) for sibling in range(16)]
+    ids = sample_ids(random_logits(1, 1000).expand(16, -1), rows)
+    assert len(set(ids)) > 8
+    assert ids[5:6] == sample_ids(random_logits(1, 1000), rows[5:6])
 
 
 def test_large_batches_are_sampled_in_parts_with_the_same_result() -> None:

@@ -1,0 +1,35 @@
+"""`rayserve-paged bench`: benchmarks that print what was measured."""
+
+import json
+from typing import Annotated
+
+import typer
+
+bench = typer.Typer(help="Measure parts of the system.", no_args_is_help=True)
+
+
+@bench.callback()
+def _group() -> None:
+    """Keep the subcommands' names, however few there are."""
+
+
+@bench.command()
+def control(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Cost of the control plane, without a model: µs per step and µs per request."""
+    from rayserve_paged.experiments import control_bench
+
+    figures = {f"step_us_{n}": control_bench.step_us(n) for n in control_bench.BATCH_SIZES}
+    figures |= control_bench.request_us()
+    if as_json:
+        print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+        return
+    for n in control_bench.BATCH_SIZES:
+        print(f"{n:5d} decoding: {figures[f'step_us_{n}']:8.1f} µs per step")
+    ratio = figures["hash_us"] / figures["sha256_floor_us"]
+    print(
+        f"a request of {control_bench.PROMPT_LEN} tokens: {figures['request_us']:.1f} µs, of which "
+        f"hashing {figures['hash_us']:.1f} µs ({ratio:.2f} times bare SHA-256), "
+        f"hit rate {figures['hit_rate']:.3f}"
+    )

@@ -1,0 +1,1 @@
+"""Benchmarks and experiments that print what was measured."""
