@@ -37,7 +37,7 @@ from rayserve_paged.core.replica import Replica
 _T = TypeVar("_T")
 
 _TICK_S = 0.1
-_STOP_GRACE_S = 0.1
+_STOP_GRACE_S = 0.5
 """How long `stop` lets the step under way end by itself before it breaks the group."""
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,13 @@ def request(
             params=params,
         )
     )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
 
 
 async def submit(shell: Deployment, message: SubmitRequest) -> Placed:
@@ -263,21 +271,22 @@ def test_polling_an_incarnation_that_does_not_exist_raises(start: Start) -> None
 def test_what_cannot_start_raises_at_once_and_leaves_no_thread(
     sections: dict[str, dict[str, Any]], message: str
 ) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     parallel = {"tensor_parallel_size": 2} | sections.pop("parallel", {})
     with pytest.raises(InvalidInputError, match=message.replace(".", r"\.")):
         InProcessShell(config(parallel=parallel, **sections))
-    assert threading.active_count() == before
+    wait_until(lambda: set(threading.enumerate()) <= before)
 
 
 def test_shutdown_leaves_no_thread_and_no_socket() -> None:
-    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, num_files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     shell = InProcessShell(config(parallel={"tensor_parallel_size": 3, "num_replicas": 2}))
     params = SamplingParams(max_tokens=4, temperature=0.0, seed=0)
     serve(shell, PROMPTS, params)
     shell.shutdown()
     shell.shutdown()
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+    wait_until(lambda: set(threading.enumerate()) <= threads)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_files)
 
 
 def test_every_event_is_recorded_under_its_machines_name() -> None:
