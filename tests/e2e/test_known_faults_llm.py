@@ -14,36 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fingerprint_llm import greedy, num_unused_blocks
 
 from rayserve_paged import LLM, SamplingParams, cli
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.request import FinishReason
-from rayserve_paged.model.fingerprint import oracle
 from rayserve_paged.outputs import RequestOutput
 
 VOCAB_SIZE = 1000
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
-
-
-def greedy(prompt: str | list[int], num_tokens: int) -> tuple[int, ...]:
-    return tuple(oracle(prompt.encode() if isinstance(prompt, str) else prompt, num_tokens))
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("fingerprint", shell="inprocess", block_size=4, num_blocks=256) as llm:
-        yield llm
-
-
-def num_unused_blocks(llm: LLM) -> int:
-    """FREE and CACHED blocks; the step that is under way may hold some until it has ended."""
-    num_unused = 0
-    for _ in range(300):
-        (ledger,) = llm.accounting().replicas.values()
-        num_unused = ledger.num_free_blocks + ledger.num_cached_blocks
-        if ledger.num_held_blocks == 0:
-            break
-    return num_unused
 
 
 def refuses(llm: LLM, prompts: object, params: SamplingParams = GREEDY) -> str:

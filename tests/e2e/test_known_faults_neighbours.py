@@ -4,11 +4,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 import torch
+from fingerprint_llm import greedy, num_unused_blocks
 
 from rayserve_paged import LLM, SamplingParams
 from rayserve_paged.core.config import CacheConfig, DeploymentConfig, ModelConfig
@@ -16,34 +17,12 @@ from rayserve_paged.core.errors import DuplicateRequestError
 from rayserve_paged.core.messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.front_end import FrontEnd
 from rayserve_paged.inprocess import InProcessShell
-from rayserve_paged.model.fingerprint import oracle
 from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import SamplingRow
 from rayserve_paged.model.tokenizer import ByteTokenizer
 
 VOCAB_SIZE = 1000
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
-
-
-def greedy(prompt: str | list[int], num_tokens: int) -> tuple[int, ...]:
-    return tuple(oracle(prompt.encode() if isinstance(prompt, str) else prompt, num_tokens))
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("fingerprint", shell="inprocess", block_size=4, num_blocks=256) as llm:
-        yield llm
-
-
-def num_unused_blocks(llm: LLM) -> int:
-    """FREE and CACHED blocks; the step that is under way may hold some until it has ended."""
-    num_unused = 0
-    for _ in range(300):
-        (ledger,) = llm.accounting().replicas.values()
-        num_unused = ledger.num_free_blocks + ledger.num_cached_blocks
-        if ledger.num_held_blocks == 0:
-            break
-    return num_unused
 
 
 # --- B92, B93: neighbours -------------------------------------------------------------------

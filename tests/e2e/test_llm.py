@@ -3,50 +3,21 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
+from fingerprint_llm import NUM_BLOCKS, greedy, num_unused_blocks
 
 from rayserve_paged import LLM, SamplingParams
 from rayserve_paged.core.config import DeploymentConfig, ModelConfig
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, RequestFailedError
 from rayserve_paged.core.request import FinishReason
-from rayserve_paged.model.fingerprint import FingerprintOracle, oracle
+from rayserve_paged.model.fingerprint import FingerprintOracle
 from rayserve_paged.model.spec import FingerprintConfig
 from rayserve_paged.outputs import RequestOutput, StreamChunk
 
-NUM_BLOCKS = 64
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=200, temperature=0.0)
-
-
-def greedy(prompt: str, num_tokens: int) -> tuple[int, ...]:
-    return tuple(oracle(prompt.encode(), num_tokens))
-
-
-@pytest.fixture(scope="module")
-def shared_llm() -> Iterator[LLM]:
-    with LLM("fingerprint", shell="inprocess", block_size=4, num_blocks=NUM_BLOCKS) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared_llm: LLM) -> Iterator[LLM]:
-    """No test may leave a block held."""
-    yield shared_llm
-    assert num_unused_blocks(shared_llm) == NUM_BLOCKS
-
-
-def num_unused_blocks(llm: LLM) -> int:
-    """FREE and CACHED blocks; the step that is under way may hold some until it has ended."""
-    num_unused = 0
-    for _ in range(300):
-        (ledger,) = llm.accounting().replicas.values()
-        num_unused = ledger.num_free_blocks + ledger.num_cached_blocks
-        if ledger.num_held_blocks == 0:
-            break
-    return num_unused
 
 
 async def collect(llm: LLM, prompt: str, params: SamplingParams) -> list[StreamChunk]:

@@ -7,12 +7,13 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fingerprint_llm import NUM_BLOCKS, num_unused_blocks
 
 from rayserve_paged import LLM, SamplingParams
 from rayserve_paged.core.errors import InvalidInputError, RequestFailedError
@@ -24,7 +25,6 @@ from rayserve_paged.model.spec import FingerprintConfig
 from rayserve_paged.model.token_counts import TokenCounts
 from rayserve_paged.outputs import RequestOutput, StreamChunk
 
-NUM_BLOCKS = 128
 FOUR = SamplingParams(n=4, max_tokens=12, temperature=1.3, seed=42)
 # Ten blocks of 4 slots; the last is not full.
 PROMPT = "thirty-nine characters, of which 3 over"
@@ -65,30 +65,6 @@ def all_drawn(prompt: str, params: SamplingParams) -> list[tuple[int, ...]]:
 
 def of(output: RequestOutput) -> list[tuple[int, ...]]:
     return [sample.token_ids for sample in output.samples]
-
-
-@pytest.fixture(scope="module")
-def shared_llm() -> Iterator[LLM]:
-    with LLM("fingerprint", shell="inprocess", block_size=4, num_blocks=NUM_BLOCKS) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared_llm: LLM) -> Iterator[LLM]:
-    """No test may leave a block held."""
-    yield shared_llm
-    assert num_unused_blocks(shared_llm) == NUM_BLOCKS
-
-
-def num_unused_blocks(llm: LLM) -> int:
-    """FREE and CACHED blocks; the step that is under way may hold some until it has ended."""
-    num_unused = 0
-    for _ in range(300):
-        (ledger,) = llm.accounting().replicas.values()
-        num_unused = ledger.num_free_blocks + ledger.num_cached_blocks
-        if ledger.num_held_blocks == 0:
-            break
-    return num_unused
 
 
 # --- parallel samples -----------------------------------------------------------------------

@@ -5,7 +5,7 @@ The oracle computes each sequence alone and without a cache, with the logits edi
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,32 +15,7 @@ from rayserve_paged import LLM, SamplingParams
 from rayserve_paged.model.fingerprint import FingerprintOracle, oracle
 from rayserve_paged.model.spec import FingerprintConfig
 
-NUM_BLOCKS = 128
 FEW = tuple(range(65, 69))
-
-
-@pytest.fixture(scope="module")
-def shared_llm() -> Iterator[LLM]:
-    with LLM("fingerprint", shell="inprocess", block_size=4, num_blocks=NUM_BLOCKS) as llm:
-        yield llm
-
-
-@pytest.fixture
-def llm(shared_llm: LLM) -> Iterator[LLM]:
-    """No test may leave a block held."""
-    yield shared_llm
-    assert num_unused_blocks(shared_llm) == NUM_BLOCKS
-
-
-def num_unused_blocks(llm: LLM) -> int:
-    """FREE and CACHED blocks; the step that is under way may hold some until it has ended."""
-    num_unused = 0
-    for _ in range(300):
-        (ledger,) = llm.accounting().replicas.values()
-        num_unused = ledger.num_free_blocks + ledger.num_cached_blocks
-        if ledger.num_held_blocks == 0:
-            break
-    return num_unused
 
 
 def greedy_by_hand(
