@@ -164,8 +164,7 @@ class Batcher:
                 return plan
         num_preemptions = self.num_preemptions
         while True:
-            newcomers = self._num_waiting > 0 and self._batch.num_open_rows > 0
-            scheduled = self._planner.schedule(newcomers=newcomers)
+            scheduled = self._planner.schedule(self._can_admit_first)
             if not isinstance(scheduled, SequenceState):
                 break
             # Whoever is served last gives way, and the budget is dealt anew without it, so that
@@ -205,31 +204,20 @@ class Batcher:
 
     def _admit(self, scheduled: Scheduled) -> Scheduled:
         """Start waiting sequences in order, until one does not fit; nobody overtakes it."""
-        batch, block_size = self._batch, self.kv.block_size
         rows, num_tokens, samples = scheduled
         budget = self.max_num_batched_tokens - int(num_tokens.sum())
-        behind = -(-batch.known[batch.rows] // block_size) - batch.slots[batch.rows] // block_size
-        promised = int(behind.clip(0).sum())
+        promised = self._num_blocks_promised()
         started: list[tuple[int, int, bool]] = []
         while budget > 0 and (sequence := self._first_waiting()) is not None:
-            if batch.num_open_rows < sequence.num_unborn + 1:
+            matched = self._matched_if_fits(sequence, promised)
+            if matched is None:
                 break
-            known = sequence.num_known
-            matched = self.kv.match(sequence.keys, known)
-            needed = num_blocks_for(known, block_size) - len(matched)
-            if not policy.can_admit(
-                num_blocks_needed=needed + self.kv.pool.num_cached_of(matched),
-                num_blocks_available=self.kv.pool.num_available,
-                num_blocks_promised=promised,
-                num_running=self.num_running,
-            ):
-                break
-            pending = known - len(matched) * block_size
+            pending = sequence.num_known - len(matched) * self.kv.block_size
             chunk = min(pending, budget)
             row = self._start(sequence, matched, chunk)
             started.append((row, chunk, chunk == pending))
             budget -= chunk
-            promised += num_blocks_for(known, block_size) - len(sequence.table.block_ids)
+            promised += sequence.table.num_missing(sequence.num_known)
         if not started:
             return scheduled
         new_rows, chunks, sampling = zip(*started, strict=True)
@@ -238,6 +226,36 @@ class Batcher:
             np.concatenate([num_tokens, np.array(chunks, np.int32)]),
             np.concatenate([samples, np.array(sampling, np.bool_)]),
         )
+
+    def _can_admit_first(self) -> bool:
+        sequence = self._first_waiting()
+        if sequence is None:
+            return False
+        return self._matched_if_fits(sequence, self._num_blocks_promised()) is not None
+
+    def _num_blocks_promised(self) -> int:
+        """Return the blocks that running sequences need for tokens they already know."""
+        batch, block_size = self._batch, self.kv.block_size
+        needed = -(-batch.known[batch.rows] // block_size)
+        return int((needed - batch.slots[batch.rows] // block_size).clip(0).sum())
+
+    def _matched_if_fits(self, sequence: SequenceState, promised: int) -> list[BlockId] | None:
+        """Return the cached blocks that a waiting sequence would start on; None if it cannot."""
+        batch = self._batch
+        if batch.num_open_rows < sequence.num_unborn + 1:
+            return None
+        known = sequence.num_known
+        matched = self.kv.match(sequence.keys, known)
+        needed = num_blocks_for(known, self.kv.block_size) - len(matched)
+        # Siblings that are to be born write a block each as well; alone, a group always starts.
+        others = self.num_running + batch.num_reserved_rows
+        fits = policy.can_admit(
+            num_blocks_needed=needed + self.kv.pool.num_cached_of(matched),
+            num_blocks_available=self.kv.pool.num_available,
+            num_blocks_promised=promised,
+            num_running=others + sequence.num_unborn if others else 0,
+        )
+        return matched if fits else None
 
     def _first_waiting(self) -> SequenceState | None:
         while self._waiting and self._waiting[0][1].phase is Phase.ENDED:

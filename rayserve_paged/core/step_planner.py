@@ -5,6 +5,7 @@ one, one position on.
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
@@ -41,17 +42,18 @@ class StepPlanner:
 
     # --- who computes ---------------------------------------------------------------------
 
-    def schedule(self, *, newcomers: bool) -> Scheduled | SequenceState:
+    def schedule(self, newcomers: Callable[[], bool]) -> Scheduled | SequenceState:
         """Deal the token budget to the running sequences.
 
         Args:
-            newcomers: Whether to leave some of it for sequences that wait.
+            newcomers: Whether to leave some of it for sequences that wait; asked where a prefill
+                could take all.
 
         Returns:
             What is computed; or, where blocks are short, the sequence that is to give way.
         """
         batch = self._batch
-        rows, num_tokens, samples = self._deal_budget(newcomers=newcomers)
+        rows, num_tokens, samples = self._deal_budget(newcomers)
         short = batch.end[rows] + num_tokens - batch.slots[rows]
         num_missing = self._num_copies(rows) if batch.num_forked else 0
         if len(rows) and short.max() > 0:
@@ -60,7 +62,7 @@ class StepPlanner:
             return batch.order[-1]
         return rows, num_tokens, samples
 
-    def _deal_budget(self, *, newcomers: bool) -> Scheduled:
+    def _deal_budget(self, newcomers: Callable[[], bool]) -> Scheduled:
         batch = self._batch
         rows = batch.rows
         if batch.flights:
@@ -72,10 +74,10 @@ class StepPlanner:
         else:
             pending = batch.known[rows] - batch.end[rows]
         num_pending = int(pending.sum())
-        fits = num_pending <= self.max_num_batched_tokens
-        if fits and (num_pending == len(rows) or not newcomers):
+        shared = num_pending > len(rows) and newcomers()
+        if num_pending <= self.max_num_batched_tokens and not shared:
             return rows, pending, np.ones(len(rows), np.bool_)
-        dealt = policy.deal_budget(pending, self.max_num_batched_tokens, newcomers=newcomers)
+        dealt = policy.deal_budget(pending, self.max_num_batched_tokens, newcomers=shared)
         chosen = dealt > 0
         return rows[chosen], dealt[chosen], (dealt == pending)[chosen]
 
