@@ -9,6 +9,7 @@ import sys
 
 import typer
 
+from rayserve_paged.commands.analyze import analyze
 from rayserve_paged.commands.bench import bench
 from rayserve_paged.commands.demo import demo
 from rayserve_paged.commands.down import down
@@ -26,6 +27,7 @@ app.add_typer(bench, name="bench")
 app.command()(generate)
 app.command()(demo)
 app.command()(down)
+app.command()(analyze)
 
 
 def main() -> None:
