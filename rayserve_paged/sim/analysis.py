@@ -2,11 +2,17 @@
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from rayserve_paged.core.block_table import num_blocks_for
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.eviction import ValueEviction
+from rayserve_paged.core.ids import BlockId
 from rayserve_paged.sim.workload import TraceRequest, Workload
+
+POLICIES: Final = ("lru", "value")
+"""What leaves a full cache: see `count_lru_hits` and `count_value_hits`."""
 
 _Run = tuple[int, int]  # Hash id, and the first of its blocks that belongs to the run.
 
@@ -61,7 +67,10 @@ class HitCounts:
 
 
 def analyze_block_size(
-    workload: Workload, block_size: int, num_cache_blocks: int | None = None
+    workload: Workload,
+    block_size: int,
+    num_cache_blocks: int | None = None,
+    policy: str = "lru",
 ) -> BlockSizeFigures:
     """Return the figures of a workload at one block size.
 
@@ -69,10 +78,13 @@ def analyze_block_size(
         workload: The requests.
         block_size: Slots per block, at least 1; with hash ids a divisor of their block size.
         num_cache_blocks: Blocks of `block_size` slots that the cache holds; None: no limit.
+        policy: One of `POLICIES`.
 
     Raises:
-        InvalidInputError: A block size or a number of blocks that cannot be.
+        InvalidInputError: A block size, a number of blocks or a policy that cannot be.
     """
+    if policy not in POLICIES:
+        raise InvalidInputError("policy", policy, " or ".join(POLICIES))
     _check_block_size(block_size, workload.trace_block_size)
     live = [request.input_length + request.output_length - 1 for request in workload.requests]
     tables = [num_blocks_for(num_slots, block_size) for num_slots in live]
@@ -80,7 +92,8 @@ def analyze_block_size(
     wasted = allocated - sum(live)
     hits = None
     if workload.trace_block_size is not None:
-        hits = count_lru_hits(
+        count_hits = count_lru_hits if policy == "lru" else count_value_hits
+        hits = count_hits(
             workload.requests, workload.trace_block_size, block_size, num_cache_blocks
         )
     return BlockSizeFigures(
@@ -120,9 +133,7 @@ def count_lru_hits(
     Raises:
         InvalidInputError: A block size or a number of blocks that cannot be.
     """
-    _check_block_size(block_size, trace_block_size)
-    if num_cache_blocks is not None and num_cache_blocks < 1:
-        raise InvalidInputError("num_cache_blocks", num_cache_blocks, "at least 1 block")
+    _check_cache(trace_block_size, block_size, num_cache_blocks)
     prompts = [
         (request.input_length, _blocks_of_ids(request, trace_block_size, block_size))
         for request in requests
@@ -142,6 +153,51 @@ def count_lru_hits(
         num_tokens=sum(length for length, _ in prompts),
         num_hit_tokens=num_hit_tokens,
     )
+
+
+def count_value_hits(
+    requests: Iterable[TraceRequest],
+    trace_block_size: int,
+    block_size: int,
+    num_cache_blocks: int | None = None,
+) -> HitCounts:
+    """Count what prompts find in a cache of blocks that evicts by value, one request at a time.
+
+    A prompt holds the blocks that it hits and those that it computes, then lets go of all of them
+    at once; what it needs beyond the free blocks is evicted by `ValueEviction`. Where a prompt has
+    more blocks than the cache, the last ones are not kept. All else is as in `count_lru_hits`, but
+    that a block is known by all that precedes it, whatever its id.
+
+    Args:
+        requests: In order of arrival, all with hash ids.
+        trace_block_size: Tokens of a hash id.
+        block_size: Slots per block, a divisor of `trace_block_size`.
+        num_cache_blocks: Blocks of `block_size` slots that the cache holds; None: no limit.
+
+    Raises:
+        InvalidInputError: A block size or a number of blocks that cannot be.
+    """
+    _check_cache(trace_block_size, block_size, num_cache_blocks)
+    if num_cache_blocks is None:
+        # Nothing is ever evicted.
+        return count_lru_hits(requests, trace_block_size, block_size)
+    cache = _ValueCache(num_cache_blocks)
+    chains = _Chains(trace_block_size // block_size)
+    num_blocks = num_hit_blocks = num_tokens = num_hit_tokens = 0
+    for request in requests:
+        contents = chains.contents(_blocks_of_ids(request, trace_block_size, block_size))
+        num_hits = cache.answer(contents)
+        num_blocks += len(contents)
+        num_hit_blocks += num_hits
+        num_tokens += request.input_length
+        num_hit_tokens += min(request.input_length, num_hits * block_size)
+    return HitCounts(num_blocks, num_hit_blocks, num_tokens, num_hit_tokens)
+
+
+def _check_cache(trace_block_size: int, block_size: int, num_cache_blocks: int | None) -> None:
+    _check_block_size(block_size, trace_block_size)
+    if num_cache_blocks is not None and num_cache_blocks < 1:
+        raise InvalidInputError("num_cache_blocks", num_cache_blocks, "at least 1 block")
 
 
 def _check_block_size(block_size: int, trace_block_size: int | None) -> None:
@@ -229,3 +285,60 @@ class _LruRuns:
                 del self._cached[run]
             else:
                 self._cached[run] = num_left - num_evicted
+
+
+class _Chains:
+    """Numbers the blocks of prompts, each by its own hash id and all that precede it."""
+
+    def __init__(self, blocks_per_id: int) -> None:
+        self._blocks_per_id = blocks_per_id
+        self._nodes: dict[tuple[int, int], int] = {}
+
+    def contents(self, blocks: Sequence[tuple[int, int]]) -> list[int]:
+        contents: list[int] = []
+        node = 0  # The root; others are numbered from 1.
+        for hash_id, num_blocks in blocks:
+            node = self._nodes.setdefault((node, hash_id), len(self._nodes) + 1)
+            first = node * self._blocks_per_id
+            contents += range(first, first + num_blocks)
+        return contents
+
+
+class _ValueCache:
+    """A pool of blocks that evicts by value and answers one prompt at a time."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._free = [BlockId(block_id) for block_id in reversed(range(num_blocks))]
+        self._content_of = [0] * num_blocks
+        self._block_of: dict[int, BlockId] = {}
+        self._order = ValueEviction(num_blocks, self._fingerprint_of)
+
+    def answer(self, contents: Sequence[int]) -> int:
+        """Return how many leading blocks were cached, and keep them all."""
+        block_ids = list(self._leading(contents))
+        num_hits = len(block_ids)
+        self._order.used(block_ids)
+        self._order.taken(block_ids)
+        computed = contents[num_hits : self._num_blocks]
+        for block_id in self._order.evict(max(0, len(computed) - len(self._free))):
+            del self._block_of[self._content_of[block_id]]
+            self._free.append(block_id)
+        for content in computed:
+            block_id = self._free.pop()
+            self._content_of[block_id] = content
+            self._block_of[content] = block_id
+            block_ids.append(block_id)
+        self._order.released(block_ids)
+        return num_hits
+
+    def _leading(self, contents: Iterable[int]) -> Iterator[BlockId]:
+        for content in contents:
+            block_id = self._block_of.get(content)
+            if block_id is None:
+                return
+            yield block_id
+
+    def _fingerprint_of(self, block_id: BlockId) -> int:
+        # Consecutive numbers, spread over 64 bits by the golden ratio.
+        return self._content_of[block_id] * 0x9E3779B97F4A7C15 % 2**64

@@ -1,7 +1,9 @@
 """Figures of a workload against counts made slot by slot and block by block."""
 
 import csv
+import heapq
 import json
+import random
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -9,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eviction_oracle import EvictionOracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayserve_paged import cli
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.sim.analysis import HitCounts, analyze_block_size, count_lru_hits
+from rayserve_paged.sim.analysis import (
+    HitCounts,
+    analyze_block_size,
+    count_lru_hits,
+    count_value_hits,
+)
 from rayserve_paged.sim.workload import TraceRequest, Workload, read_workload
 
 DATA = Path(__file__).parent / "data"
@@ -126,6 +134,108 @@ def test_hits_are_exact_where_prompts_fill_one_id_to_different_lengths(
     assert count_lru_hits(requests, 8, block_size, num_cache_blocks) == expected
 
 
+def value_hits_by_oracle(prompts: Iterable[_Prompt], capacity: int) -> tuple[int, int]:
+    """Keep every block apart, and choose each victim among all of them."""
+    content_of: dict[int, tuple[int, ...]] = {}
+    block_of: dict[tuple[int, ...], int] = {}
+    free = list(range(capacity))
+    numbers: dict[tuple[int, ...], int] = {}
+
+    def fingerprint_of(block_id: int) -> int:
+        # Which ghosts share a slot hangs on this, so it is the one that the cache has.
+        return numbers[content_of[block_id]] * 0x9E3779B97F4A7C15 % 2**64
+
+    oracle = EvictionOracle(capacity, fingerprint_of)
+    num_hit_blocks = num_hit_tokens = 0
+    for length, ids in prompts:
+        paths = [tuple(ids[: end + 1]) for end in range(len(ids))]
+        for path in paths:
+            numbers.setdefault(path, len(numbers) + 1)
+        table = []
+        for path in paths:
+            if path not in block_of:
+                break
+            table.append(block_of[path])
+        num_hit_blocks += len(table)
+        num_hit_tokens += min(length, 512 * len(table))
+        oracle.used(table)
+        oracle.taken(table)
+        for path in paths[len(table) : capacity]:
+            if not free:
+                (evicted,) = oracle.evict(1)
+                del block_of[content_of.pop(evicted)]
+                free.append(evicted)
+            block_id = free.pop()
+            content_of[block_id], block_of[path] = path, block_id
+            table.append(block_id)
+        oracle.released(table, None)
+    return num_hit_blocks, num_hit_tokens
+
+
+@pytest.mark.parametrize("num_cache_blocks", [400, 150, 20])
+@pytest.mark.parametrize("name", [name for name in TRACES if name.endswith(".jsonl")])
+def test_hits_by_value_are_those_of_a_cache_that_looks_at_every_block(
+    name: str, num_cache_blocks: int
+) -> None:
+    prompts = [(length, ids) for length, _, ids in rows_of(DATA / name)]
+    expected = value_hits_by_oracle(prompts, num_cache_blocks)
+    figures = count_value_hits(read_workload(DATA / name).requests, 512, 512, num_cache_blocks)
+    assert (figures.num_hit_blocks, figures.num_hit_tokens) == expected
+    assert figures.num_blocks == sum(len(ids) for _, ids in prompts)
+    assert figures.num_tokens == sum(length for length, _ in prompts)
+
+
+@pytest.mark.parametrize("block_size", [64, 512])
+def test_without_a_limit_the_policy_makes_no_difference(block_size: int) -> None:
+    requests = read_workload(DATA / "mooncake_synthetic.jsonl").requests
+    unlimited = count_lru_hits(requests, 512, block_size)
+    assert count_value_hits(requests, 512, block_size) == unlimited
+    assert count_value_hits(requests, 512, block_size, unlimited.num_blocks) == unlimited
+
+
+def conversations(seed: int, num_sessions: int, p_another_turn: float) -> list[TraceRequest]:
+    """Users who share one of three system prompts, read, think for a minute or so and answer."""
+    draws = random.Random(seed)
+    next_id = iter(range(10**9))
+    system_prompts = [[next(next_id) for _ in range(4)] for _ in range(3)]
+    arrivals = [(draws.uniform(0, 500), session) for session in range(num_sessions)]
+    heapq.heapify(arrivals)
+    histories: dict[int, list[int]] = {}
+    requests = []
+    while arrivals:
+        time_s, session = heapq.heappop(arrivals)
+        history = histories.setdefault(session, list(draws.choice(system_prompts)))
+        history += [next(next_id) for _ in range(draws.randint(1, 4))]
+        # A last block that the next turn will have filled, so under another id.
+        ids = (*history, next(next_id))
+        requests.append(TraceRequest(1000 * time_s, 512 * len(ids) - 100, 200, ids))
+        if draws.random() < p_another_turn:
+            heapq.heappush(arrivals, (time_s + draws.lognormvariate(4, 1), session))
+    return requests
+
+
+@pytest.mark.parametrize("p_another_turn", [0.4, 0.6, 0.8])
+def test_eviction_by_value_loses_nothing_where_uses_tell_nothing(p_another_turn: float) -> None:
+    # Here another turn is as likely after the first as after the tenth, which suits LRU best.
+    num_lru_hits = num_hits = 0
+    for seed in (1, 2, 3):
+        requests = conversations(seed, 400, p_another_turn)
+        for num_cache_blocks in (60, 200, 600):
+            lru = count_lru_hits(requests, 512, 512, num_cache_blocks)
+            by_value = count_value_hits(requests, 512, 512, num_cache_blocks)
+            assert by_value.num_blocks == lru.num_blocks
+            assert by_value.num_hit_blocks >= 0.98 * lru.num_hit_blocks
+            num_lru_hits += lru.num_hit_blocks
+            num_hits += by_value.num_hit_blocks
+    assert num_hits >= num_lru_hits
+
+
+def test_a_prompt_longer_than_the_cache_leaves_its_head_in_it() -> None:
+    requests = [TraceRequest(0, 40, 1, (0, 1, 2, 3, 4))] * 2
+    hits = count_value_hits(requests, 8, 8, 3)
+    assert (hits.num_hit_blocks, hits.num_hit_tokens) == (3, 24)
+
+
 def test_the_oldest_blocks_leave_head_first() -> None:
     ids = [(0, 1), (2, 3), (0, 1), (2, 3)]
     requests = [TraceRequest(0, 16, 1, each) for each in ids]
@@ -160,6 +270,10 @@ def test_a_cache_without_blocks_and_requests_without_ids_are_refused() -> None:
         count_lru_hits([TraceRequest(0, 600, 1, (0, 1))], 512, 16, 0)
     with pytest.raises(InvalidInputError, match="hash_ids=None"):
         count_lru_hits([TraceRequest(0, 600, 1)], 512, 16)
+    with pytest.raises(InvalidInputError, match="num_cache_blocks=0"):
+        count_value_hits([TraceRequest(0, 600, 1, (0, 1))], 512, 16, 0)
+    with pytest.raises(InvalidInputError, match=r"policy='fifo' .* lru or value"):
+        analyze_block_size(Workload((TraceRequest(0, 600, 1),), None), 16, policy="fifo")
 
 
 def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -186,6 +300,30 @@ def test_the_command_prints_one_json_object_with_a_row_for_each_block_size(
         assert row["block_hit_rate"] == hits.num_hit_blocks / hits.num_blocks
 
 
+def test_the_command_evicts_by_value_and_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace, picture = str(DATA / "mooncake_synthetic.jsonl"), tmp_path / "hits.png"
+    arguments = [trace, "--block-size", "64,512", "--cache-blocks", "400", "--policy", "value"]
+    assert run_cli(monkeypatch, *arguments, "--json", "--plot", str(picture)) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert printed["policy"] == "value"
+    requests = read_workload(Path(trace)).requests
+    for row, block_size in zip(printed["block_sizes"], (64, 512), strict=True):
+        hits = count_value_hits(requests, 512, block_size, 400)
+        assert row["token_hit_rate"] == hits.num_hit_tokens / hits.num_tokens
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_draws_a_trace_without_ids(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "waste.svg"
+    assert run_cli(monkeypatch, str(DATA / "azure_code.csv"), "--plot", str(picture)) == 0
+    assert "100 requests" in capsys.readouterr().out
+    assert "<svg" in picture.read_text(encoding="utf-8")
+
+
 def test_the_command_prints_a_table_for_people(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +341,8 @@ def test_the_command_prints_a_table_for_people(
         (["--block-size", "24"], "block_size"),
         (["--cache-blocks", "0"], "--cache-blocks"),
         (["--policy", "magic"], "--policy"),
+        (["--plot", "hits.pdf"], "--plot"),
+        (["--plot", "no/such/folder/hits.png"], "--plot"),
     ],
 )
 def test_the_command_refuses_in_one_line_what_it_cannot_do(

@@ -1,0 +1,357 @@
+"""Which cached block goes next: the least likely to be asked for soon, a tail before its head.
+
+The value of a chain of cached blocks is the rate at which requests are expected to come back to it:
+
+    value = sqrt(uses + 1) / (age + scale)
+
+`uses` counts the requests that found the chain, or would have: ghosts of evicted chains remember
+it. In conversations the chance that there is another turn grows about like this root. `age` counts
+the blocks that came in since the chain did; times until the next use have heavy tails, and that of
+the Lomax distribution makes the rate proportional to 1 / (age + scale). `scale` is the lower
+quartile of the ages at which the last few chains were used for the first time, evicted or not: it
+is there because users read before they answer, so that the newest chains are not the ones that are
+needed next. Where chains come back at once it is small, and recency counts for more.
+
+What comes in together and was used equally often is one *run*, an entry of an LRU list; there is
+one list for each number of uses, so that the run of the least value is the oldest of its list:
+
+    chain        b0 b1 b2 | b3 b4 b5 b6 | b7
+    run              3    |      1      |  0       uses
+    evicted         <--          <--      <--      from its end on, in part or as a whole
+
+Neither uses nor recency grow along a chain, from its head to its tail. So a block is never evicted
+before a cached block that follows it.
+
+Sources: ghosts as in ARC (Megiddo and Modha, FAST 2003); uses over age as in hyperbolic caching
+(Blankstein et al., USENIX ATC 2017).
+"""
+
+import bisect
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from math import sqrt
+from typing import Final, cast
+
+from rayserve_paged.core.errors import LedgerError
+from rayserve_paged.core.ids import BlockId
+
+NUM_LEVELS: Final = 8
+"""Numbers of uses that are told apart; the last one stands for all from there on."""
+
+NUM_AGES: Final = 32
+"""First uses that the scale is estimated from."""
+
+# Padding in the arrays below: no run, no block.
+_NONE: Final = -1
+_COST_OF_AGE: Final = tuple(1 / sqrt(uses + 1) for uses in range(NUM_LEVELS))
+
+
+class ValueEviction:
+    """The CACHED blocks of a pool in the order in which they will be evicted.
+
+    Every operation takes constant time for each block that it names and for each of their runs. A
+    block takes 30 bytes, its share in the ghosts included, and a run 29 for as long as it lives.
+
+    Args:
+        num_blocks: Blocks of the pool; ids run from 0.
+        fingerprint_of: A number below 2**64 that stands for the content of a block and of all that
+            precedes it, evenly distributed. Asked about a block that comes in or is evicted, while
+            its content can still be matched.
+    """
+
+    def __init__(self, num_blocks: int, fingerprint_of: Callable[[BlockId], int]) -> None:
+        self._fingerprint_of = fingerprint_of
+        self._ghosts = _Ghosts(max(1, num_blocks))
+        self._first_ages: deque[int] = deque(maxlen=NUM_AGES)
+        self._scale = 0
+        self._clock = 0
+        self._num_cached = 0
+        # By block. The uses of a block that is not sealed are 0.
+        self._uses = bytearray(num_blocks)
+        self._run_of = array("i", [_NONE]) * num_blocks
+        self._before = array("i", [_NONE]) * num_blocks
+        # By run. Entries below NUM_LEVELS are the list heads: `newer` of one is the oldest run.
+        lists = range(NUM_LEVELS)
+        self._newer = array("i", lists)
+        self._older = array("i", lists)
+        self._level = bytearray(lists)
+        self._stamp = array("q", [0]) * NUM_LEVELS
+        self._size = array("i", [0]) * NUM_LEVELS
+        self._tail = array("i", [_NONE]) * NUM_LEVELS
+        self._num_gone = array("i", [0]) * NUM_LEVELS
+        self._unused_runs: list[int] = []
+        # The run of the least value, as long as nothing has changed that.
+        self._victim: int | None = None
+
+    def __len__(self) -> int:
+        """Return how many blocks are CACHED."""
+        return self._num_cached
+
+    def __contains__(self, block_id: BlockId) -> bool:
+        """Return whether the block is CACHED."""
+        return self._run_of[block_id] != _NONE
+
+    def __iter__(self) -> Iterator[BlockId]:
+        """Return the CACHED blocks, the next to be evicted first."""
+        runs = [
+            (-self._cost(run), level, run)
+            for level in range(NUM_LEVELS)
+            for run in self._runs(level)
+        ]
+        # Stable: the older of two equal runs stays first.
+        runs.sort(key=lambda entry: entry[:2])
+        for _cost, _level, run in runs:
+            block_id = self._tail[run]
+            for _ in range(self._size[run]):
+                yield BlockId(block_id)
+                block_id = self._before[block_id]
+
+    def used(self, block_ids: Sequence[BlockId]) -> None:
+        """Count one use of each block, for a request that found them.
+
+        To be told before the blocks are `taken`, and once for each request: not again when it
+        resumes after preemption.
+
+        Args:
+            block_ids: Sealed blocks, HELD or CACHED, from the head of a chain on.
+        """
+        uses = self._uses
+        seen = _NONE
+        for block_id in block_ids:
+            count = uses[block_id]
+            if not count:
+                run = self._run_of[block_id]
+                if run not in (_NONE, seen):
+                    self._note_first_use(self._clock - self._stamp[run])
+                    seen = run
+            if count < NUM_LEVELS - 1:
+                uses[block_id] = count + 1
+
+    def taken(self, block_ids: Sequence[BlockId]) -> None:
+        """Take out blocks that become HELD again.
+
+        Args:
+            block_ids: CACHED blocks in the order of their chain, as a rule from its head on: where
+                what precedes them in their run stays behind, that costs its length.
+
+        Raises:
+            LedgerError: A block is not CACHED. The blocks before it have been taken.
+        """
+        run_of, before = self._run_of, self._before
+        start, num_blocks = 0, len(block_ids)
+        while start < num_blocks:
+            block_id = block_ids[start]
+            run = run_of[block_id]
+            if run == _NONE:
+                raise LedgerError(f"block {block_id} is not CACHED and cannot be taken", block_id)
+            if before[block_id] != _NONE and run_of[before[block_id]] == run:
+                self._cut(run, block_id)
+            end = start + 1
+            run_of[block_id] = _NONE
+            while end < num_blocks:
+                previous, block_id = block_id, block_ids[end]
+                if run_of[block_id] != run or before[block_id] != previous:
+                    break
+                run_of[block_id] = _NONE
+                end += 1
+            self._num_cached -= end - start
+            self._size[run] -= end - start
+            if not self._size[run]:
+                self._end(run)
+            start = end
+
+    def released(self, block_ids: Sequence[BlockId], parent: BlockId | None = None) -> None:
+        """Take in blocks that nobody holds any more.
+
+        Args:
+            block_ids: Sealed blocks that follow each other in a chain, head first.
+            parent: The block before the first in the chain, which is HELD; None at its root. A
+                chain comes in from its tail to its head, or as a whole.
+        """
+        if not block_ids:
+            return
+        self._clock += len(block_ids)
+        self._num_cached += len(block_ids)
+        self._victim = None
+        self._recall(block_ids, parent)
+        uses = self._uses
+        start = 0
+        while start < len(block_ids):
+            level = uses[block_ids[start]]
+            end = len(block_ids)
+            if uses[block_ids[-1]] != level:
+                # Uses fall along a chain; this is the first block with fewer.
+                end = bisect.bisect_right(
+                    block_ids, -level, lo=start, key=lambda block_id: -uses[block_id]
+                )
+            self._add_run(block_ids[start:end], level)
+            start = end
+
+    def evict(self, num_blocks: int) -> list[BlockId]:
+        """Give up the blocks of the least value.
+
+        Raises:
+            LedgerError: Fewer blocks are CACHED.
+        """
+        if num_blocks > self._num_cached:
+            message = f"{num_blocks} blocks to evict, and {self._num_cached} are CACHED"
+            raise LedgerError(message, num_blocks, self._num_cached)
+        self._num_cached -= num_blocks
+        run_of, before, uses = self._run_of, self._before, self._uses
+        evicted: list[int] = []
+        while num_blocks:
+            run = self._victim
+            if run is None:
+                run = self._victim = max(self._oldest_runs(), key=self._cost)
+            size = self._size[run]
+            num_evicted = min(num_blocks, size)
+            block_id = self._tail[run]
+            for _ in range(num_evicted):
+                evicted.append(block_id)
+                run_of[block_id] = _NONE
+                uses[block_id] = 0
+                block_id = before[block_id]
+            self._num_gone[run] += num_evicted
+            if num_evicted == size:
+                self._lay_ghost(run, BlockId(evicted[-1]))
+                self._end(run)
+            else:
+                self._tail[run] = block_id
+                self._size[run] = size - num_evicted
+            num_blocks -= num_evicted
+        return cast(list[BlockId], evicted)
+
+    def forget(self, block_id: BlockId) -> None:
+        """Drop a block whose content can no longer be matched, CACHED or HELD."""
+        if self._run_of[block_id] != _NONE:
+            self.taken([block_id])
+        self._uses[block_id] = 0
+
+    def _recall(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:
+        """Give blocks that are new here the uses of an evicted chain which they bring back."""
+        uses = self._uses
+        if uses[block_ids[-1]]:
+            return
+        start = bisect.bisect_left(block_ids, True, key=lambda block_id: not uses[block_id])
+        while start < len(block_ids):
+            ghost = self._ghosts.take(self._fingerprint_of(block_ids[start]))
+            if ghost is None:
+                return
+            level, num_gone, stamp = ghost
+            if not level:
+                self._note_first_use(self._clock - stamp)
+            level = min(level + 1, NUM_LEVELS - 1)
+            if start:
+                parent = block_ids[start - 1]
+            if parent is not None:
+                level = min(level, uses[parent])
+            for block_id in block_ids[start : start + num_gone]:
+                uses[block_id] = level
+            start += num_gone
+
+    def _note_first_use(self, age: int) -> None:
+        self._first_ages.append(age)
+        self._scale = sorted(self._first_ages)[len(self._first_ages) // 4]
+        self._victim = None
+
+    def _runs(self, level: int) -> Iterator[int]:
+        """Return the runs of a level, the oldest first."""
+        run = self._newer[level]
+        while run != level:
+            yield run
+            run = self._newer[run]
+
+    def _oldest_runs(self) -> list[int]:
+        # The first of equal ones is chosen, and of those the one with the fewest uses may follow
+        # the others in a chain.
+        return [run for level, run in enumerate(self._newer[:NUM_LEVELS]) if run != level]
+
+    def _cost(self, run: int) -> float:
+        """Return the inverse of a run's value."""
+        age = self._clock - self._stamp[run]
+        return (age + self._scale) * _COST_OF_AGE[self._level[run]]
+
+    def _add_run(self, block_ids: Sequence[BlockId], level: int) -> None:
+        run = self._new_run(level, self._older[level])
+        self._stamp[run] = self._clock
+        self._size[run] = len(block_ids)
+        self._tail[run] = block_ids[-1]
+        run_of, before = self._run_of, self._before
+        previous = _NONE
+        for block_id in block_ids:
+            run_of[block_id] = run
+            before[block_id] = previous
+            previous = block_id
+
+    def _new_run(self, level: int, older: int) -> int:
+        """Make an empty run and put it behind another one in the order of age."""
+        if self._unused_runs:
+            run = self._unused_runs.pop()
+        else:
+            run = len(self._size)
+            for column in (self._newer, self._older, self._stamp, self._size, self._tail):
+                column.append(0)
+            self._num_gone.append(0)
+            self._level.append(0)
+        newer = self._newer[older]
+        self._newer[older] = self._older[newer] = run
+        self._older[run], self._newer[run] = older, newer
+        self._level[run] = level
+        self._num_gone[run] = 0
+        return run
+
+    def _cut(self, run: int, block_id: BlockId) -> None:
+        """Make this block the head of its run; what precedes it becomes a run of its own."""
+        # The head is as old as its tail and follows it in the order, so that the tail goes first.
+        head = self._new_run(self._level[run], run)
+        self._stamp[head] = self._stamp[run]
+        tail = each = self._before[block_id]
+        num_blocks = 0
+        while each != _NONE and self._run_of[each] == run:
+            self._run_of[each] = head
+            num_blocks += 1
+            each = self._before[each]
+        self._tail[head] = tail
+        self._size[head] = num_blocks
+        self._size[run] -= num_blocks
+
+    def _lay_ghost(self, run: int, head: BlockId) -> None:
+        """Remember a run of which the head is evicted: a chain that comes back begins there."""
+        fingerprint = self._fingerprint_of(head)
+        self._ghosts.put(fingerprint, self._level[run], self._num_gone[run], self._stamp[run])
+
+    def _end(self, run: int) -> None:
+        """Take a run without blocks out of its list."""
+        newer, older = self._newer[run], self._older[run]
+        self._newer[older], self._older[newer] = newer, older
+        self._unused_runs.append(run)
+        if self._victim == run:
+            self._victim = None
+
+
+class _Ghosts:
+    """Evicted runs by the fingerprint of the first block that is gone; the last to come stays."""
+
+    def __init__(self, num_ghosts: int) -> None:
+        self._num_ghosts = num_ghosts
+        self._fingerprints = array("Q", [0]) * num_ghosts
+        self._stamps = array("q", [0]) * num_ghosts
+        self._sizes = array("i", [0]) * num_ghosts
+        self._levels = bytearray(num_ghosts)
+
+    def put(self, fingerprint: int, level: int, num_blocks: int, stamp: int) -> None:
+        index = fingerprint % self._num_ghosts
+        self._fingerprints[index] = fingerprint
+        self._levels[index] = level
+        self._sizes[index] = num_blocks
+        self._stamps[index] = stamp
+
+    def take(self, fingerprint: int) -> tuple[int, int, int] | None:
+        """Return level, blocks and stamp of a run, and forget it."""
+        index = fingerprint % self._num_ghosts
+        num_blocks = self._sizes[index]
+        if not num_blocks or self._fingerprints[index] != fingerprint:
+            return None
+        self._sizes[index] = 0
+        return self._levels[index], num_blocks, self._stamps[index]
