@@ -1,8 +1,8 @@
 """Identity of a sealed block: a SHA-256 chain over (parent key, token ids), rooted in a scope.
 
-A block may be shared only where its key matches. The scope (which weights, which numerics, whose
-tenant) is hashed once, as the root; each block then hashes its parent's key and its own tokens.
-The chain is the same in every process and on every machine.
+A block may be shared only where its key matches. The scope (which weights and adapter, which
+numerics, whose tenant) is hashed once, as the root; each block then hashes its parent's key and its
+own tokens. The chain is the same in every process and on every machine.
 
 Source: the hash chain of prefix caching in PagedAttention servers (Kwon et al., SOSP 2023,
 section 4.4), with a cryptographic digest in place of a 64-bit one.
@@ -15,9 +15,52 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.ids import BlockKey
 
 KEY_BYTES = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapter:
+    """Weights that are laid over a model's own.
+
+    Both fields are part of every key, so an adapter that is loaded anew under its old id does not
+    find the KV of its old weights.
+
+    Args:
+        adapter_id: Which adapter; a name that users call it by may be given to another one.
+        version: Of its weights: whatever changes with them, such as their digest.
+
+    Raises:
+        InvalidInputError: A field is no text, or an empty one.
+    """
+
+    adapter_id: str
+    version: str
+
+    def __post_init__(self) -> None:
+        """Check both fields."""
+        for field in ("adapter_id", "version"):
+            value = getattr(self, field)
+            if not isinstance(value, str) or not value:
+                raise InvalidInputError(f"adapter.{field}", value, "a text that is not empty")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestScope:
+    """What a request adds to the scope of its replica.
+
+    Args:
+        tenant_salt: None is a tenant of its own, different from every string.
+        adapter: None for the model as it is.
+    """
+
+    tenant_salt: str | None = None
+    adapter: Adapter | None = None
+
+
+_NO_REQUEST_SCOPE = RequestScope()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,13 +83,14 @@ class BlockScope:
     positions: str
     block_size: int
 
-    def root(self, tenant_salt: str | None = None) -> BlockKey:
-        """Return the parent of every first block of this scope, for one tenant.
+    def root(self, of: RequestScope = _NO_REQUEST_SCOPE) -> BlockKey:
+        """Return the parent of every first block of the requests that have one scope.
 
         Args:
-            tenant_salt: None is a tenant of its own, different from every string.
+            of: What the requests add to this scope.
         """
-        digest = hashlib.sha256(b"rayserve-paged/block/1")
+        digest = hashlib.sha256(b"rayserve-paged/block/2")
+        adapter = of.adapter
         fields: list[bytes | None] = [
             self.model_fingerprint,
             self.dtype.encode(),
@@ -54,14 +98,20 @@ class BlockScope:
             self.numerics.encode(),
             self.positions.encode(),
             str(self.block_size).encode(),
-            # A salt from JSON may hold half of a surrogate pair.
-            None if tenant_salt is None else tenant_salt.encode(errors="surrogatepass"),
+            _text(of.tenant_salt),
+            _text(None if adapter is None else adapter.adapter_id),
+            _text(None if adapter is None else adapter.version),
         ]
         for field in fields:
             # Length first, so that no two lists of fields run together into the same bytes.
             digest.update(b"-" if field is None else b"%d:" % len(field))
             digest.update(field or b"")
         return BlockKey(digest.digest())
+
+
+def _text(text: str | None) -> bytes | None:
+    # What comes from JSON may hold half of a surrogate pair.
+    return None if text is None else text.encode(errors="surrogatepass")
 
 
 def extend_chain(

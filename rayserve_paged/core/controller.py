@@ -197,7 +197,7 @@ class Controller:
         admitted = admit(request, limits)
         keys = tuple(
             extend_chain(
-                self._scope.root(request.tenant_salt),
+                self._scope.root(request.scope),
                 request.prompt_token_ids,
                 self._scope.block_size,
             )

@@ -147,7 +147,7 @@ class Replica:
         sequence = SequenceState(
             request,
             event.prompt_keys,
-            self.scope.root(request.tenant_salt),
+            self.scope.root(request.scope),
             self._num_arrivals,
             self.limits.eos_token_ids,
             self.limits.block_size,

@@ -5,6 +5,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
 
@@ -233,6 +234,8 @@ class ModelLimits:
         block_size: Slots per block.
         eos_token_ids: Ids that end a sequence.
         max_num_seqs: Sequences that run at once, and so the samples of one request at most.
+        adapters: Those that are loaded; None where any may be asked for, as with a model whose
+            adapters have no weights.
     """
 
     vocab_size: int
@@ -241,6 +244,7 @@ class ModelLimits:
     block_size: int
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
+    adapters: tuple[Adapter, ...] | None = ()
 
     @property
     def num_slots(self) -> int:
@@ -265,6 +269,7 @@ class Request:
         params: Its `seed` is set (the consumer draws one).
         priority: Lower is served first; equal ones by arrival.
         tenant_salt: Blocks are shared only between requests of equal salt.
+        adapter: Weights laid over the model's own; None for none.
     """
 
     request_id: RequestId
@@ -274,6 +279,12 @@ class Request:
     params: SamplingParams
     priority: int = 0
     tenant_salt: str | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def scope(self) -> RequestScope:
+        """What it adds to the identity of its blocks, besides tokens."""
+        return RequestScope(self.tenant_salt, self.adapter)
 
 
 def admit(request: Request, limits: ModelLimits) -> Request:
@@ -288,7 +299,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
 
     Raises:
         InvalidInputError: Empty prompt, an id outside the vocabulary, prompt over the limit, a
-            priority or a salt of another type.
+            priority or a salt of another type, an adapter that is not loaded.
         CapacityError: It can never fit into the pool.
     """
     num_prompt = len(request.prompt_token_ids)
@@ -297,6 +308,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     _integer("priority", request.priority, accepted, -MAX_PRIORITY, MAX_PRIORITY)
     if not isinstance(request.tenant_salt, str | None):
         raise InvalidInputError("tenant_salt", request.tenant_salt, "a string, or None")
+    _check_adapter(request.adapter, limits.adapters)
     check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", [i for i, _bias in params.biases], limits.vocab_size)
@@ -335,6 +347,17 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens)
     )
     return dataclasses.replace(request, params=params)
+
+
+def _check_adapter(adapter: object, loaded: tuple[Adapter, ...] | None) -> None:
+    if adapter is None:
+        return
+    if not isinstance(adapter, Adapter):
+        raise InvalidInputError("adapter", adapter, "an Adapter, or None")
+    if loaded is not None and adapter not in loaded:
+        names = ", ".join(f"{one.adapter_id!r} of version {one.version!r}" for one in loaded)
+        accepted = f"None, or one that is loaded ({names or 'there is none'})"
+        raise InvalidInputError("adapter", adapter, accepted)
 
 
 def check_token_ids(field: str, ids: Sequence[object], vocab_size: int) -> None:

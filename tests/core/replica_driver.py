@@ -81,7 +81,7 @@ def make_request(
 
 
 def prompt_keys(request: Request, scope: BlockScope) -> tuple[BlockKey, ...]:
-    root = scope.root(request.tenant_salt)
+    root = scope.root(request.scope)
     return tuple(extend_chain(root, request.prompt_token_ids, scope.block_size))
 
 

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replica_driver import make_scope
 
-from rayserve_paged.core.block_identity import KEY_BYTES, BlockScope, extend_chain
+from rayserve_paged.core.block_identity import (
+    KEY_BYTES,
+    Adapter,
+    BlockScope,
+    RequestScope,
+    extend_chain,
+)
+from rayserve_paged.core.errors import InvalidInputError
 
 SCOPE = make_scope(block_size=4)
 ROOT = SCOPE.root()
@@ -53,8 +60,8 @@ def test_lists_arrays_and_numpy_arrays_give_one_chain() -> None:
 
 def test_a_chain_is_the_same_for_ever() -> None:
     (key,) = extend_chain(ROOT, [1, 2, 3, 4], 4)
-    assert ROOT.hex() == "b9e2966b6ceef9d129fd7bd53104e892aa825bb096ff6fc46e9d32b9b1063238"
-    assert key.hex() == "646b51300db69193466c8fef27341b5740c5fbef992ed246a27d10a1654e3211"
+    assert ROOT.hex() == "420cd86ee1013d7c4489cecea41bb05a21c413bece543b7ab81f83485352f758"
+    assert key.hex() == "db6b8846fd3805c8329577121dba561155508cad25329a7f1241c502eb66fbe7"
 
 
 @pytest.mark.parametrize(
@@ -81,5 +88,27 @@ def test_fields_do_not_run_together() -> None:
 
 def test_no_salt_is_a_tenant_different_from_every_string() -> None:
     salts = [None, "", "None", "-", "0:", "a", "\ud800"]
-    assert len({SCOPE.root(salt) for salt in salts}) == len(salts)
-    assert SCOPE.root("a") == SCOPE.root("a")
+    assert len({SCOPE.root(RequestScope(salt)) for salt in salts}) == len(salts)
+    assert SCOPE.root(RequestScope("a")) == SCOPE.root(RequestScope("a"))
+
+
+def test_id_and_version_of_an_adapter_change_the_root() -> None:
+    scopes = [
+        RequestScope(),
+        RequestScope(adapter=Adapter("a", "1")),
+        RequestScope(adapter=Adapter("a", "2")),
+        RequestScope(adapter=Adapter("b", "1")),
+        RequestScope("a", Adapter("a", "1")),
+        RequestScope("a"),
+    ]
+    assert len({SCOPE.root(scope) for scope in scopes}) == len(scopes)
+    assert SCOPE.root(RequestScope(adapter=Adapter("a", "1"))) == SCOPE.root(scopes[1])
+
+
+@pytest.mark.parametrize("field", ["adapter_id", "version"])
+@pytest.mark.parametrize("value", ["", None, 1, b"a"])
+def test_an_adapter_without_an_id_or_a_version_is_refused(field: str, value: object) -> None:
+    fields: dict[str, Any] = {"adapter_id": "a", "version": "1"} | {field: value}
+    with pytest.raises(InvalidInputError) as caught:
+        Adapter(**fields)
+    assert (caught.value.field, caught.value.value) == (f"adapter.{field}", value)

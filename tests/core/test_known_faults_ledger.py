@@ -13,7 +13,7 @@ import pytest
 from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, make_limits, make_request, make_scope, prompt_keys
 
-from rayserve_paged.core.block_identity import extend_chain
+from rayserve_paged.core.block_identity import RequestScope, extend_chain
 from rayserve_paged.core.block_pool import BlockPool, BlockState
 from rayserve_paged.core.block_table import BlockTable, num_blocks_for, num_tokens_in_last_block
 from rayserve_paged.core.directory import Directory
@@ -46,10 +46,10 @@ def test_b01_a_key_is_the_whole_sha_256_of_its_parent_and_its_tokens() -> None:
 
 
 _PRINT_KEYS = """
-from rayserve_paged.core.block_identity import BlockScope, extend_chain
+from rayserve_paged.core.block_identity import BlockScope, RequestScope, extend_chain
 scope = BlockScope(b"toy", "fp32", "fp32", "exact", "absolute", 16)
 for salt in (None, "t1"):
-    print(*(key.hex() for key in extend_chain(scope.root(salt), list(range(64)), 16)))
+    print(*(key.hex() for key in extend_chain(scope.root(RequestScope(salt)), list(range(64)), 16)))
 """
 
 
@@ -67,7 +67,7 @@ def keys_of_another_process(hash_seed: str | None) -> list[list[BlockKey]]:
 def test_b02_keys_are_equal_in_every_process_and_differ_between_salts() -> None:
     prompt = list(range(64))
     scope = make_scope(block_size=16)
-    own = [extend_chain(scope.root(salt), prompt, 16) for salt in (None, "t1")]
+    own = [extend_chain(scope.root(RequestScope(salt)), prompt, 16) for salt in (None, "t1")]
     workers = [keys_of_another_process(hash_seed) for hash_seed in (None, "0", "1")]
     restarted = keys_of_another_process(None)
     assert all(keys == own for keys in [*workers, restarted])

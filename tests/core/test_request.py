@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from replica_driver import make_limits, make_request
 
+from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.request import MAX_SEED, SamplingParams, admit
 
@@ -111,6 +112,39 @@ def test_a_priority_or_a_salt_of_another_type_is_refused(change: dict[str, Any])
     with pytest.raises(InvalidInputError) as refused:
         admit(request, LIMITS)
     assert [refused.value.field] == list(change)
+
+
+ADAPTERS = (Adapter("a", "1"), Adapter("b", "1"))
+
+
+@pytest.mark.parametrize(
+    ("loaded", "adapter", "accepted"),
+    [
+        ((), Adapter("a", "1"), "None, or one that is loaded (there is none)"),
+        (
+            ADAPTERS,
+            Adapter("a", "2"),
+            "None, or one that is loaded ('a' of version '1', 'b' of version '1')",
+        ),
+        (ADAPTERS, "a", "an Adapter, or None"),
+        (None, ("a", "1"), "an Adapter, or None"),
+    ],
+)
+def test_an_adapter_that_is_not_loaded_is_refused(
+    loaded: tuple[Adapter, ...] | None, adapter: object, accepted: str
+) -> None:
+    change: dict[str, Any] = {"adapter": adapter}
+    request = dataclasses.replace(make_request([1]), **change)
+    with pytest.raises(InvalidInputError) as refused:
+        admit(request, dataclasses.replace(LIMITS, adapters=loaded))
+    assert refused.value.args == ("adapter", adapter, accepted)
+
+
+@pytest.mark.parametrize("loaded", [None, ADAPTERS])
+def test_an_adapter_that_is_loaded_is_taken(loaded: tuple[Adapter, ...] | None) -> None:
+    request = dataclasses.replace(make_request([1]), adapter=Adapter("b", "1"))
+    admitted = admit(request, dataclasses.replace(LIMITS, adapters=loaded))
+    assert admitted.adapter == Adapter("b", "1")
 
 
 @pytest.mark.parametrize(
