@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Set as AbstractSet
 
 from rayserve_paged.core.consumer import Consumer, StreamUpdate
 from rayserve_paged.core.errors import PagedError, ReplicaLostError, RequestFailedError
@@ -111,7 +112,7 @@ class ConsumerLoop:
 
     # --- listening ------------------------------------------------------------------------
 
-    def _listen(self, sources: set[_Source]) -> None:
+    def _listen(self, sources: AbstractSet[_Source]) -> None:
         """Poll these replicas as long as they serve an open request, and watch while any does."""
         for source in sources - self._pollers.keys():
             self._pollers[source] = task = asyncio.create_task(self._poll(source))

@@ -5,7 +5,9 @@ that serve any, and drops whatever comes twice or from an attempt that it did no
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.messages import (
@@ -82,6 +84,8 @@ class Consumer:
     def __init__(self, consumer_id: ConsumerId) -> None:
         self.consumer_id = consumer_id
         self._open: dict[RequestId, _OpenRequest] = {}
+        # Open requests that each replica serves; none that serves no request.
+        self._num_served: Counter[tuple[ReplicaId, Incarnation]] = Counter()
         self._acks: dict[tuple[ReplicaId, Incarnation], int] = {}
         self._lost: dict[tuple[ReplicaId, Incarnation], str] = {}
         self._num_polls = 0
@@ -103,24 +107,24 @@ class Consumer:
 
     def abandon(self, request_id: RequestId) -> None:
         """Stop owning a request; whatever still comes of it is dropped."""
-        self._open.pop(request_id, None)
+        if request_id in self._open:
+            self._close(request_id)
 
     def placed(self, placed: Placed) -> list[StreamUpdate]:
         """Take in where a request is served; it may have been lost on the way."""
         known = self._open.get(placed.request_id)
         if known is None or known.request.attempt != placed.attempt:
             return []
+        if known.placed is not None:
+            self._leave(known.placed)
         known.placed = placed
+        self._num_served[placed.replica_id, placed.incarnation] += 1
         reason = self._lost.get((placed.replica_id, placed.incarnation))
         return [] if reason is None else self._fail(known, placed.replica_id, reason)
 
-    def serving(self) -> set[tuple[ReplicaId, Incarnation]]:
-        """Return the replicas to poll: those that serve an open request."""
-        return {
-            (known.placed.replica_id, known.placed.incarnation)
-            for known in self._open.values()
-            if known.placed is not None
-        }
+    def serving(self) -> AbstractSet[tuple[ReplicaId, Incarnation]]:
+        """Return the replicas to poll: those that serve an open request, as of when it is read."""
+        return self._num_served.keys()
 
     def poll(self, replica_id: ReplicaId, incarnation: Incarnation) -> PollTokens:
         """Make the next poll of a replica, acknowledging all that came from it."""
@@ -135,11 +139,11 @@ class Consumer:
         gathered: dict[StreamName, _News] = {}
         for item in delivery.items:
             if isinstance(item, TokenRun):
-                singles = zip(
-                    item.names, item.indices.tolist(), item.token_ids.tolist(), strict=True
+                streams = zip(
+                    item.names, item.indices.tolist(), item.token_ids.T.tolist(), strict=True
                 )
-                for name, index, token_id in singles:
-                    self._gather(gathered, name, index, (token_id,), None)
+                for name, index, token_ids in streams:
+                    self._gather(gathered, name, index, token_ids, None)
             else:
                 self._gather(gathered, item.name, item.index, item.token_ids, item)
         updates = []
@@ -152,7 +156,7 @@ class Consumer:
         gathered: dict[StreamName, _News],
         name: StreamName,
         index: int,
-        token_ids: tuple[int, ...],
+        token_ids: Sequence[int],
         item: StreamItem | None,
     ) -> None:
         """Add what is new of one item; nothing follows the end of a stream."""
@@ -188,7 +192,7 @@ class Consumer:
             known = self._open[name.request_id]
             del known.streams[name.sibling]
             if not known.streams:
-                del self._open[name.request_id]
+                self._close(name.request_id)
         update = StreamUpdate(
             name.request_id,
             name.sibling,
@@ -232,7 +236,7 @@ class Consumer:
 
     def _fail(self, known: _OpenRequest, replica_id: ReplicaId, reason: str) -> list[StreamUpdate]:
         request_id = known.request.request_id
-        del self._open[request_id]
+        self._close(request_id)
         return [
             StreamUpdate(
                 request_id,
@@ -246,3 +250,14 @@ class Consumer:
             )
             for sibling, stream in known.streams.items()
         ]
+
+    def _close(self, request_id: RequestId) -> None:
+        placed = self._open.pop(request_id).placed
+        if placed is not None:
+            self._leave(placed)
+
+    def _leave(self, placed: Placed) -> None:
+        source = (placed.replica_id, placed.incarnation)
+        self._num_served[source] -= 1
+        if not self._num_served[source]:
+            del self._num_served[source]

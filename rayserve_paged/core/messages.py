@@ -173,12 +173,12 @@ class StreamItem:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TokenRun:
-    """One further token for each of many streams, from one step.
+    """Further tokens for each of many streams, from one plan.
 
     Args:
         names: [n] streams.
-        indices: int32 [n], output index of each token.
-        token_ids: int32 [n].
+        indices: int32 [n], output index of the first token of each.
+        token_ids: int32 [num_steps, n].
     """
 
     names: tuple[StreamName, ...]

@@ -85,6 +85,11 @@ class Outbox:
             if box.poll_id is not None and box.fresh
         ]
 
+    @property
+    def next_tick(self) -> float | None:
+        """When `tick` will have something to do, in seconds; None where it never will."""
+        return min(map(self._deadline, self._boxes.values()), default=None)
+
     def tick(self, now: float) -> tuple[list[AnswerPoll], list[ConsumerId]]:
         """Answer polls that have waited long enough; return consumers whose lease ran out now.
 
@@ -94,18 +99,25 @@ class Outbox:
         expired = []
         forgotten = []
         for consumer_id, box in self._boxes.items():
-            silent_s = now - box.last_seen
+            if now < self._deadline(box):
+                continue
             if box.poll_id is not None:
-                if silent_s >= self._poll_timeout_s:
-                    answers.append(self._answer(consumer_id, box, now, ()))
-            elif silent_s >= self._lease_s and not box.expired:
+                answers.append(self._answer(consumer_id, box, now, ()))
+            elif not box.expired:
                 box.expired = True
                 expired.append(consumer_id)
-            elif silent_s >= self._lease_s * LEASES_TO_REMEMBER:
+            else:
                 forgotten.append(consumer_id)
         for consumer_id in forgotten:
             del self._boxes[consumer_id]
         return answers, expired
+
+    def _deadline(self, box: _ConsumerBox) -> float:
+        """Return when silence changes something: a poll's answer, the lease, the memory of it."""
+        if box.poll_id is not None:
+            return box.last_seen + self._poll_timeout_s
+        num_leases = LEASES_TO_REMEMBER if box.expired else 1
+        return box.last_seen + self._lease_s * num_leases
 
     def _deliver(self, consumer_id: ConsumerId, box: _ConsumerBox, now: float) -> AnswerPoll:
         # What an unacknowledged answer held comes first, so that indices stay in order.

@@ -121,6 +121,18 @@ class Replica:
         """Sequences that have not ended."""
         return tuple(s for siblings in self._sequences.values() for s in siblings.values())
 
+    @property
+    def next_tick(self) -> float | None:
+        """When a Tick will have something to do unless another event comes before, in seconds.
+
+        A shell on a virtual clock ticks then; one on a real clock may as well tick regularly.
+        """
+        due = self._outbox.next_tick
+        if self._has_news and self.fenced is None:
+            report = self._last_report + REPORT_INTERVAL_S
+            return report if due is None else min(due, report)
+        return due
+
     def _siblings(self, request_id: RequestId) -> tuple[SequenceState, ...]:
         return tuple(self._sequences.get(request_id, {}).values())
 
@@ -212,12 +224,16 @@ class Replica:
 
     # --- what the controller learns -------------------------------------------------------
 
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._finished) or self.kv.index.has_changes
+
     def _report(self, now: float) -> list[ReplicaCommand]:
         """Report what changed: at most every REPORT_INTERVAL_S while busy, at once when idle."""
         idle = not self._sequences
-        changed = bool(self._finished) or self.kv.index.has_changes
+        changed = self._has_news
         last = self.fenced is not None and self._last_report != float("inf")
-        due = now - self._last_report >= REPORT_INTERVAL_S
+        due = now >= self._last_report + REPORT_INTERVAL_S
         if not (last or (changed and self.fenced is None and (idle or due))):
             return []
         published, evicted = self.kv.index.take_changes()

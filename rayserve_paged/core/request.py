@@ -362,6 +362,11 @@ def _check_adapter(adapter: object, loaded: tuple[Adapter, ...] | None) -> None:
 
 def check_token_ids(field: str, ids: Sequence[object], vocab_size: int) -> None:
     """Raise InvalidInputError for the first id that is not an integer in [0, vocab_size)."""
+    # Three passes in C over a long prompt; what they do not vouch for is looked at one by one.
+    if set(map(type, ids)) <= {int}:
+        integers = cast("Sequence[int]", ids)
+        if not integers or (min(integers) >= 0 and max(integers) < vocab_size):
+            return
     accepted = f"integers from 0 to {vocab_size - 1}"
     for token_id in ids:
         _integer(field, token_id, accepted, 0, vocab_size - 1)

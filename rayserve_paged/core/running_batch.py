@@ -279,6 +279,20 @@ class RunningBatch:
         self.known[rows] = known + 1
         self.last_token[rows] = token_ids
 
+    def append_steps(self, rows: IntArray, token_ids: IntArray) -> None:
+        """Make the sampled tokens of several steps known.
+
+        Args:
+            rows: int32 [n], each once.
+            token_ids: int32 [num_steps, n], of at most one block's steps.
+        """
+        num_steps = len(token_ids)
+        known = self.known[rows]
+        columns = (known + np.arange(num_steps, dtype=np.int32)[:, None]) % self._recent.shape[1]
+        self._recent[rows, columns] = token_ids
+        self.known[rows] = known + num_steps
+        self.last_token[rows] = token_ids[-1]
+
     def sync(self, sequence: SequenceState) -> None:
         """Bring `sequence.tokens` up to date with the arrays."""
         row = sequence.row

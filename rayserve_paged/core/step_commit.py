@@ -68,6 +68,9 @@ class StepCommit:
             batch.end[plan.rows] -= plan.num_steps - num_run
         if self._flight.num_ahead:
             batch.ahead[self._flight.sampled] -= self._flight.num_ahead
+        if num_run > 1 and self._is_undisturbed():
+            self._take_in_at_once()
+            return self._committed
         for step, token_ids in enumerate(result.token_ids):
             batch.computed[plan.rows] += plan.num_tokens if step == 0 else 1
             if step == num_run - 1 and result.errors:
@@ -116,6 +119,29 @@ class StepCommit:
             sequence.num_sealed = num_full
             batch.next_seal[row] = (num_full + 1) * batch.block_size
 
+    def _is_undisturbed(self) -> bool:
+        """Return whether in none of a plan's several steps anything ends."""
+        batch, flight, result = self._batch, self._flight, self._result
+        rows = flight.sampled
+        if batch.retiring or flight.held or flight.forks or result.errors:
+            return False
+        if (batch.known[rows] + len(result.token_ids) >= batch.max_known[rows]).any():
+            return False
+        return not batch.may_stop(result.token_ids).any()
+
+    def _take_in_at_once(self) -> None:
+        """Take in all steps of a plan: what its single steps would do, one after the other."""
+        batch, plan, rows = self._batch, self._flight.plan, self._flight.sampled
+        token_ids = self._result.token_ids
+        outputs = batch.known[rows] - batch.num_prompt[rows]
+        batch.append_steps(rows, token_ids)
+        batch.computed[plan.rows] += plan.num_tokens + (len(token_ids) - 1)
+        self._seal(plan.rows)
+        for consumer_id, chosen, names in batch.readers(rows):
+            mine = slice(None) if chosen is None else chosen
+            run = TokenRun(names, outputs[mine], token_ids[:, mine])
+            self._committed.news.append((consumer_id, run))
+
     def _take_in(self, token_ids: IntArray, *, ended_before: bool) -> None:
         """Append one step's samples, and say what is to be told of them."""
         batch, flight = self._batch, self._flight
@@ -147,7 +173,7 @@ class StepCommit:
             outputs = batch.known[rows] - batch.num_prompt[rows] - 1
             for consumer_id, chosen, names in batch.readers(rows):
                 mine = slice(None) if chosen is None else chosen
-                run = TokenRun(names, outputs[mine], tokens[mine])
+                run = TokenRun(names, outputs[mine], tokens[None, mine])
                 self._committed.news.append((consumer_id, run))
 
     def _take_in_steady(self, tokens: IntArray) -> None:
@@ -157,7 +183,7 @@ class StepCommit:
         self._batch.append(steady.rows, tokens)
         for consumer_id, chosen, names in steady.readers:
             mine = slice(None) if chosen is None else chosen
-            run = TokenRun(names, outputs[mine], tokens[mine])
+            run = TokenRun(names, outputs[mine], tokens[None, mine])
             self._committed.news.append((consumer_id, run))
 
     def _tell(self, sequence: SequenceState, token_id: int, index: int) -> None:

@@ -256,12 +256,12 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.driver.tick(seconds)
         ended = [tracked for tracked in before if tracked not in self.live()]
         for tracked in ended:
-            silent_s = self.driver.now - self.seen[tracked.request.consumer_id]
-            assert silent_s >= LEASE_S, "a consumer lost its requests within its lease"
+            lease_ends = self.seen[tracked.request.consumer_id] + LEASE_S
+            assert self.driver.now >= lease_ends, "a consumer lost its requests within its lease"
             tracked.lapsed = True
         for tracked in self.tracked:
-            silent_s = self.driver.now - self.seen[tracked.request.consumer_id]
-            if silent_s >= LEASE_S * LEASES_TO_REMEMBER:
+            memory_ends = self.seen[tracked.request.consumer_id] + LEASE_S * LEASES_TO_REMEMBER
+            if self.driver.now >= memory_ends:
                 tracked.forgotten = True
         self.keep_answers("late")
 

@@ -51,7 +51,7 @@ def item(
 def run(*tokens: tuple[StreamName, int, int]) -> TokenRun:
     """A run of (stream, output index, token)."""
     names, indices, token_ids = zip(*tokens, strict=True)
-    return TokenRun(names, np.array(indices, np.int32), np.array(token_ids, np.int32))
+    return TokenRun(names, np.array(indices, np.int32), np.array([token_ids], np.int32))
 
 
 def lost(replica_id: ReplicaId = R0, life: Incarnation = LIFE) -> ReplicaLost:
@@ -92,6 +92,16 @@ def test_tokens_of_a_run_are_accepted_once_and_a_gap_in_one_fails_its_stream() -
     (update,) = consumer.deliver(delivery(run((name(), 3, 8)), item(2, 7)))
     assert (update.token_ids, update.finish) == ((), FinishReason.ERROR)
     assert update.error == "its stream skips from token 2 to token 3"
+
+
+def test_several_tokens_of_a_run_are_accepted_once_each() -> None:
+    consumer = Consumer(ConsumerId("c0"))
+    consumer.open(make_request([1], 9, n=2))
+    consumer.deliver(delivery(item(0, 5), item(0, 6, sibling=1), item(1, 7, sibling=1)))
+    names = (name(), name(sibling=1))
+    tokens = np.array([[15, 7], [25, 17], [35, 27]], np.int32)
+    updates = consumer.deliver(delivery(TokenRun(names, np.array([1, 1], np.int32), tokens)))
+    assert [(u.sibling, u.token_ids) for u in updates] == [(0, (15, 25, 35)), (1, (17, 27))]
 
 
 def test_nothing_follows_the_end_of_a_stream() -> None:
@@ -214,3 +224,19 @@ def test_the_next_incarnation_of_a_lost_replica_serves_again() -> None:
     consumer.lose([lost()])
     assert consumer.placed(Placed(Q, Attempt(0), R0, Incarnation(3), 9)) == []
     assert consumer.serving() == {(R0, Incarnation(3))}
+
+
+def test_a_replica_is_polled_until_its_last_request_ends_moves_or_is_given_up() -> None:
+    consumer = make_consumer()
+    for other in ("q1", "q2"):
+        consumer.open(make_request([1], 9, request_id=other))
+        consumer.placed(Placed(RequestId(other), Attempt(0), R0, LIFE, 9))
+    place(consumer)
+    place(consumer)
+    consumer.deliver(delivery(item(0, 5, finish=FinishReason.LENGTH)))
+    consumer.abandon(RequestId("q1"))
+    assert consumer.serving() == {(R0, LIFE)}
+    consumer.placed(Placed(RequestId("q2"), Attempt(0), R1, LIFE, 9))
+    assert consumer.serving() == {(R1, LIFE)}
+    consumer.abandon(RequestId("q2"))
+    assert consumer.serving() == set()

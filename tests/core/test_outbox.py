@@ -63,7 +63,7 @@ def test_tokens_gather_until_a_poll_takes_them() -> None:
 def test_runs_of_many_streams_keep_their_place_among_single_items() -> None:
     outbox = make_outbox()
     other = StreamName(RequestId("other"), Attempt(2), 1)
-    run = TokenRun((Q, other), np.array([1, 5], np.int32), np.array([8, 9], np.int32))
+    run = TokenRun((Q, other), np.array([1, 5], np.int32), np.array([[8, 9]], np.int32))
     put(outbox, 0, 7)
     outbox.put(ANN, run)
     put(outbox, 2, 6, finish=FinishReason.STOP)
@@ -230,3 +230,23 @@ def test_nothing_is_kept_for_a_consumer_that_was_never_met() -> None:
     outbox = make_outbox()
     outbox.put(BOB, StreamItem(Q, 0, (7,), (), 0, None, None))
     assert outbox.poll(PollTokens(BOB, 1, 0), 0.0) == []
+
+
+def test_the_next_tick_is_when_silence_changes_something() -> None:
+    outbox = Outbox(ReplicaId("r0"), Incarnation(3), lease_s=10.0, poll_timeout_s=2.0)
+    assert outbox.next_tick is None
+    outbox.meet(ANN, 0.0)
+    assert outbox.next_tick == 10.0
+    outbox.poll(PollTokens(ANN, 1, 0), 1.0)
+    outbox.meet(BOB, 1.5)
+    assert outbox.next_tick == 3.0
+    assert outbox.tick(2.9) == ([], [])
+    answers, _ = outbox.tick(3.0)
+    assert [answer.poll_id for answer in answers] == [1]
+    assert outbox.next_tick == 11.5
+    assert outbox.tick(11.5) == ([], [BOB])
+    assert outbox.next_tick == 13.0
+    assert outbox.tick(13.0) == ([], [ANN])
+    assert outbox.next_tick == 1.5 + 10.0 * LEASES_TO_REMEMBER
+    outbox.tick(103.0)
+    assert outbox.next_tick is None

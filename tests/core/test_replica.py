@@ -247,6 +247,19 @@ def test_a_busy_replica_reports_at_intervals_and_only_changes(driver: ReplicaDri
     assert len(driver.reports) == 2
 
 
+def test_a_replica_says_when_its_next_report_is_due(driver: ReplicaDriver) -> None:
+    driver.submit(make_request(range(4), 40))
+    finish_at(driver, driver.execute(), 1.0)
+    assert driver.replica.next_tick == 10.0, "the consumer's lease from its submission"
+    for _ in range(4):
+        finish_at(driver, driver.execute(), 1.01)
+    assert driver.replica.next_tick == 1.0 + REPORT_INTERVAL_S
+    driver.now = 1.0 + REPORT_INTERVAL_S
+    driver.send(Tick())
+    assert len(driver.reports) == 2
+    assert driver.replica.next_tick == 10.0
+
+
 def test_evicted_keys_are_reported() -> None:
     driver = ReplicaDriver(make_limits(num_blocks=2))
     old, new = make_request(range(8), 1), make_request(range(50, 58), 1, request_id="q1")
