@@ -4,14 +4,22 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rayserve_paged.core.attachments import Attachment
+    from rayserve_paged.core.block_identity import Adapter, RequestScope
     from rayserve_paged.core.request import SamplingParams
     from rayserve_paged.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "Adapter", "Attachment", "RequestScope", "SamplingParams"]
 
 # Imported on first use: `import rayserve_paged.core` must load neither torch nor ray.
-_LAZY = {"LLM": "rayserve_paged.llm", "SamplingParams": "rayserve_paged.core.request"}
+_LAZY = {
+    "LLM": "rayserve_paged.llm",
+    "Adapter": "rayserve_paged.core.block_identity",
+    "Attachment": "rayserve_paged.core.attachments",
+    "RequestScope": "rayserve_paged.core.block_identity",
+    "SamplingParams": "rayserve_paged.core.request",
+}
 
 if not TYPE_CHECKING:  # A type checker that sees `__getattr__` accepts every name.
 

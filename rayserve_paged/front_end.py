@@ -7,8 +7,11 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
 
 from rayserve_paged.consumer_loop import ConsumerLoop
+from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.errors import (
     DuplicateRequestError,
     InvalidInputError,
@@ -22,8 +25,9 @@ from rayserve_paged.generation import Generation, Job
 from rayserve_paged.model.tokenizer import Tokenizer
 from rayserve_paged.outputs import DeploymentAccounting, RequestOutput, StreamChunk
 
-Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Sequence[Mapping[str, str]]]
-"""A text, token ids, or {"messages": [{"role": TEXT, "content": TEXT}, ...]} for a chat."""
+Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Sequence[Any]]
+"""A text, token ids, {"messages": [{"role": TEXT, "content": TEXT}, ...]} for a chat, or
+{"prompt_token_ids": [...], "attachments": [Attachment, ...]} for ids that content stands behind."""
 
 
 class FrontEnd:
@@ -51,22 +55,25 @@ class FrontEnd:
         priority: int = 0,
         request_id: str | None = None,
         *,
+        scope: RequestScope | None = None,
         streaming: bool = False,
     ) -> Job:
         """Check a request against all that is known here, and draw what it leaves open.
 
         Args:
-            prompt: Text, token ids or a chat.
+            prompt: Text, token ids with or without attachments, or a chat.
             params: A seed is drawn where it has none; `max_tokens` is clamped.
             priority: Lower is served first.
             request_id: None to draw one.
+            scope: What it adds to the identity of its KV; None for nothing.
             streaming: Whether its chunks are to be read as they come.
 
         Raises:
             InvalidInputError: Naming the field.
             CapacityError: The pool can never hold it.
         """
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids, attachments = self._tokenize(prompt)
+        scope = scope or RequestScope()
         if request_id is not None and not (isinstance(request_id, str) and request_id):
             raise InvalidInputError("request_id", request_id, "a non-empty string, or None")
         shows_logprobs = params.logprobs is not None
@@ -88,20 +95,28 @@ class FrontEnd:
             prompt_token_ids=token_ids,
             params=params,
             priority=priority,
+            tenant_salt=scope.tenant_salt,
+            adapter=scope.adapter,
+            attachments=attachments,
         )
         admitted = admit(request, self._deployment.limits)
         return Job(request_id or private_id, text, admitted, shows_logprobs)
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+    def _tokenize(
+        self, prompt: Prompt
+    ) -> tuple[str | None, tuple[int, ...], tuple[Attachment, ...]]:
+        """The prompt's text where it has one, its ids and its attachments."""
         is_chat = isinstance(prompt, Mapping)
         if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return None, *_parts(prompt)
             if set(prompt) != {"messages"}:
                 raise InvalidInputError("prompt", prompt, 'a chat as {"messages": [...]} alone')
             text = self._tokenizer.apply_chat_template(prompt["messages"])
         elif isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, list | tuple):
-            return None, tuple(prompt)
+            return None, tuple(prompt), ()
         else:
             raise InvalidInputError("prompt", prompt, "a text, a list of token ids or a chat")
         try:
@@ -112,7 +127,7 @@ class FrontEnd:
         token_ids = self._tokenizer.encode(text, add_special_tokens=not is_chat) if text else []
         if not token_ids:
             raise InvalidInputError("prompt", text, "a text of at least one token")
-        return text, tuple(token_ids)
+        return text, tuple(token_ids), ()
 
     async def stream(self, job: Job) -> AsyncGenerator[StreamChunk, None]:
         """Submit a request and yield its chunks; the last one has the output.
@@ -231,6 +246,21 @@ class FrontEnd:
     async def close(self) -> None:
         """Cancel what is open; streams that are read raise RequestFailedError."""
         await self._loop.close()
+
+
+def _parts(prompt: Mapping[str, object]) -> tuple[tuple[int, ...], tuple[Attachment, ...]]:
+    """The ids and the attachments of a prompt that names them; what they hold is checked later."""
+    unknown = prompt.keys() - {"prompt_token_ids", "attachments"}
+    if unknown:
+        raise InvalidInputError("prompt", sorted(unknown), "prompt_token_ids and attachments alone")
+    parts = []
+    for field in ("prompt_token_ids", "attachments"):
+        values = prompt.get(field, ())
+        if not isinstance(values, list | tuple):
+            raise InvalidInputError(field, values, "a list")
+        parts.append(tuple(values))
+    token_ids, attachments = parts
+    return token_ids, attachments
 
 
 def _reason(error: BaseException) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, TypeVar, cast
 
+from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.config import DeploymentConfig, Dtype
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, RequestFailedError
 from rayserve_paged.core.request import ModelLimits, SamplingParams
@@ -123,10 +124,15 @@ class LLM:
         return self._deployment.limits
 
     def validate(
-        self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        *,
+        scope: RequestScope | None = None,
     ) -> None:
         """Raise what `generate` would raise for this prompt before it submits anything."""
-        self._front_end.prepare(prompt, params or SamplingParams(), priority)
+        self._front_end.prepare(prompt, params or SamplingParams(), priority, scope=scope)
 
     def generate(
         self,
@@ -134,6 +140,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priorities: int | Sequence[int] = 0,
+        scopes: RequestScope | Sequence[RequestScope] | None = None,
         request_ids: Sequence[str] | None = None,
         raise_on_error: bool = True,
         on_output: Callable[[RequestOutput], None] | None = None,
@@ -143,10 +150,13 @@ class LLM:
         Everything is checked before anything is submitted: a refused prompt disturbs no other.
 
         Args:
-            prompts: One prompt or several. A prompt is a text, a list of token ids, or a chat as
-                {"messages": [{"role": TEXT, "content": TEXT}, ...]}.
+            prompts: One prompt or several. A prompt is a text, a list of token ids, a chat as
+                {"messages": [{"role": TEXT, "content": TEXT}, ...]}, or, for a model that takes
+                them, {"prompt_token_ids": [...], "attachments": [Attachment, ...]}.
             params: For all, or one for each; `SamplingParams()` by default.
             priorities: For all, or one for each; lower is served first.
+            scopes: For all, or one for each: whose KV it is (tenant) and with which adapter it is
+                computed. Requests share cached prefixes only where these are equal.
             request_ids: One for each, unique among this LLM's live requests; drawn by default.
             raise_on_error: Raise when a request failed. Where False, its output has `error` set.
             on_output: Called in this LLM's thread with each output as soon as it is there. It
@@ -161,7 +171,8 @@ class LLM:
             RequestFailedError: A request failed (the first one, after all have ended).
         """
         self._check_open()
-        jobs = self._jobs(prompts, params, priorities, request_ids)
+        scopes = RequestScope() if scopes is None else scopes
+        jobs = self._jobs(prompts, params, priorities, scopes, request_ids)
         outputs = self._thread.call(self._front_end.complete(jobs, on_output))
         failed = [output for output in outputs if output.error is not None]
         if failed and raise_on_error:
@@ -176,6 +187,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priorities: int | Sequence[int],
+        scopes: RequestScope | Sequence[RequestScope],
         request_ids: Sequence[str] | None,
     ) -> list[Job]:
         batch = _as_batch(prompts)
@@ -183,14 +195,16 @@ class LLM:
             params = SamplingParams()
         all_params = _for_each("params", params, SamplingParams, len(batch))
         all_priorities = _for_each("priorities", priorities, int, len(batch))
+        all_scopes = _for_each("scopes", scopes, RequestScope, len(batch))
         ids: Sequence[str | None] = [None] * len(batch)
         if request_ids is not None:
             ids = _for_each("request_ids", request_ids, str, len(batch))
         jobs = []
-        given = zip(batch, all_params, all_priorities, ids, strict=True)
-        for index, (prompt, own_params, priority, request_id) in enumerate(given):
+        given = zip(batch, all_params, all_priorities, ids, all_scopes, strict=True)
+        for index, (prompt, own_params, priority, request_id, scope) in enumerate(given):
             try:
-                jobs.append(self._front_end.prepare(prompt, own_params, priority, request_id))
+                job = self._front_end.prepare(prompt, own_params, priority, request_id, scope=scope)
+                jobs.append(job)
             except InvalidInputError as error:
                 if len(batch) > 1:
                     error.add_note(f"in prompts[{index}]")
@@ -203,6 +217,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        scope: RequestScope | None = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[StreamChunk, None]:
         """Answer one prompt as it goes, on whatever asyncio loop runs the iteration.
@@ -215,6 +230,7 @@ class LLM:
             prompt: As in `generate`.
             params: As in `generate`; `best_of` may not be more than `n`.
             priority: Lower is served first.
+            scope: As in `generate`.
             request_id: Unique among this LLM's live requests; None to draw one.
 
         Raises:
@@ -224,7 +240,7 @@ class LLM:
         """
         self._check_open()
         job = self._front_end.prepare(
-            prompt, params or SamplingParams(), priority, request_id, streaming=True
+            prompt, params or SamplingParams(), priority, request_id, scope=scope, streaming=True
         )
         return self._thread.iterate(self._front_end.stream(job))
 

@@ -13,6 +13,7 @@ from rayserve_kernels.layout import KVPool
 from rayserve_paged.core.messages import IntArray, StepPlan, StepResult, TokenLogprobs
 from rayserve_paged.core.request import SamplingParams
 from rayserve_paged.model.build import StepModel
+from rayserve_paged.model.row_content import RowContent
 from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import LogitEdits, SamplingRow
 from rayserve_paged.model.step_batch import StepBatch
@@ -56,6 +57,8 @@ class ModelRunner:
         self._edits: list[LogitEdits | None] = [None] * max_num_seqs
         # Of the rows with penalties; on rank 0 alone.
         self._counts: dict[int, TokenCounts] = {}
+        # Of the rows that have an adapter or attached content.
+        self._contents: dict[int, RowContent] = {}
         self._history = hashlib.blake2b(digest_size=16)
 
     @property
@@ -161,6 +164,9 @@ class ModelRunner:
             if start.history is not None:
                 self._counts[row] = TokenCounts(start.history, start.num_prompt_tokens)
             self._num_prompt_tokens[row] = start.num_prompt_tokens
+            self._contents.pop(row, None)
+            if start.adapter is not None or start.attachments:
+                self._contents[row] = RowContent(start.adapter, start.attachments)
         if not len(plan.append_rows):
             return
         # The blocks of a row keep their order: a stable sort brings each row's together, and
@@ -193,4 +199,16 @@ class ModelRunner:
             positions=torch.from_numpy(positions).to(device),
             metadata=metadata,
             logits_rows=torch.from_numpy(ends[np.unique(plan.sample_indices)] - 1).to(device),
+            salts=self._salts(plan),
         )
+
+    def _salts(self, plan: StepPlan) -> torch.Tensor | None:
+        if not self._contents or self._contents.keys().isdisjoint(plan.rows.tolist()):
+            return None
+        plain = RowContent(None)
+        fields = (plan.rows, plan.num_computed, plan.num_tokens)
+        salts = [
+            self._contents.get(row, plain).salts(position, num_tokens)
+            for row, position, num_tokens in zip(*(f.tolist() for f in fields), strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(salts)).to(self.pool.device)

@@ -4,6 +4,7 @@
     starts    row, num_computed, num_prompt_tokens, number of blocks: one field after another
     arrays    blocks of the starts, append_rows, append_blocks, copies, rows, num_computed,
               num_tokens, token_ids, sample_indices, sample_siblings
+    contents  adapters and attachments of the starts, where any has some (`row_content_codec`)
 
 A plan here is one step in which every token is known (`core.plan_steps`). Sampling parameters
 stay on rank 0, which alone samples.
@@ -14,6 +15,7 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
+from rayserve_cluster.row_content_codec import encode_contents, with_contents
 from rayserve_paged.core.ids import Row, StepId
 from rayserve_paged.core.messages import IntArray, RowStart, StepPlan
 from rayserve_paged.core.request import SamplingParams
@@ -22,7 +24,7 @@ FOLLOWER_PARAMS = SamplingParams(temperature=0.0)
 """What a decoded plan holds in place of sampling parameters."""
 
 _INT32 = np.dtype("<i4")
-_HEADER_FIELDS = 9
+_HEADER_FIELDS = 10
 _START_FIELDS = 4
 
 
@@ -30,6 +32,7 @@ def encode_plan(plan: StepPlan) -> bytes:
     """Return a plan, without its sampling parameters, as bytes for the other ranks."""
     assert plan.num_steps == 1, "ranks are given single steps"
     assert not len(plan.late), "ranks are given every token"
+    contents = encode_contents(plan.starts)
     header = [
         plan.step_id & 0xFFFFFFFF,
         plan.step_id >> 32,
@@ -40,6 +43,7 @@ def encode_plan(plan: StepPlan) -> bytes:
         len(plan.rows),
         len(plan.token_ids),
         len(plan.sample_indices),
+        len(contents),
     ]
     starts = [
         (start.row, start.num_computed, start.num_prompt_tokens, len(start.block_ids))
@@ -58,6 +62,7 @@ def encode_plan(plan: StepPlan) -> bytes:
         plan.token_ids,
         plan.sample_indices,
         plan.sample_siblings,
+        contents,
     ]
     return np.concatenate(parts, dtype=_INT32, casting="unsafe").tobytes()
 
@@ -73,7 +78,7 @@ def decode_plan(payload: bytes) -> StepPlan:
     fields = np.frombuffer(payload, _INT32)
     header = fields[:_HEADER_FIELDS].view(np.uint32).tolist()
     low, high, num_starts, num_start_blocks, num_appends, num_copies, *rest = header
-    num_rows, num_tokens, num_samples = rest
+    num_rows, num_tokens, num_samples, num_contents = rest
     sizes = (
         *(num_starts,) * _START_FIELDS,
         num_start_blocks,
@@ -82,6 +87,7 @@ def decode_plan(payload: bytes) -> StepPlan:
         *(num_rows,) * 3,
         num_tokens,
         *(num_samples,) * 2,
+        num_contents,
     )
     if len(fields) != _HEADER_FIELDS + sum(sizes):
         raise ValueError(f"a step plan of {sum(sizes)} fields in {len(payload)} bytes")
@@ -89,11 +95,14 @@ def decode_plan(payload: bytes) -> StepPlan:
     blocks = _cut(arrays[4], arrays[3].tolist())
     return StepPlan(
         step_id=StepId(high << 32 | low),
-        starts=tuple(
-            RowStart(Row(row), computed, block_ids, FOLLOWER_PARAMS, num_prompt)
-            for row, computed, num_prompt, block_ids in zip(
-                *(array.tolist() for array in arrays[:3]), blocks, strict=True
-            )
+        starts=with_contents(
+            arrays[14],
+            (
+                RowStart(Row(row), computed, block_ids, FOLLOWER_PARAMS, num_prompt)
+                for row, computed, num_prompt, block_ids in zip(
+                    *(array.tolist() for array in arrays[:3]), blocks, strict=True
+                )
+            ),
         ),
         append_rows=arrays[5],
         append_blocks=arrays[6],

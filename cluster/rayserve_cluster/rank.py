@@ -104,6 +104,8 @@ def start_rank(
         block_size=layout.block_size,
         eos_token_ids=source.spec.eos_token_ids,
         max_num_seqs=config.batch.max_num_seqs,
+        adapters=source.spec.adapters,
+        takes_attachments=source.spec.takes_attachments,
     )
     return Rank(group, runner, limits, _scope(config, source.spec, layout))
 

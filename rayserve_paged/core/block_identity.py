@@ -1,8 +1,9 @@
-"""Identity of a sealed block: a SHA-256 chain over (parent key, token ids), rooted in a scope.
+"""Identity of a sealed block: a SHA-256 chain over tokens and content, rooted in a scope.
 
 A block may be shared only where its key matches. The scope (which weights and adapter, which
-numerics, whose tenant) is hashed once, as the root; each block then hashes its parent's key and its
-own tokens. The chain is the same in every process and on every machine.
+numerics, whose tenant) is hashed once, as the root; each block then hashes its parent's key, its
+own tokens, and the digests of the content that stands behind these. The chain is the same in every
+process and on every machine.
 
 Source: the hash chain of prefix caching in PagedAttention servers (Kwon et al., SOSP 2023,
 section 4.4), with a cryptographic digest in place of a 64-bit one.
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from rayserve_paged.core.attachments import Attachment, content_by_block
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.ids import BlockKey
 
@@ -115,7 +117,11 @@ def _text(text: str | None) -> bytes | None:
 
 
 def extend_chain(
-    parent: BlockKey, token_ids: Sequence[int] | npt.NDArray[np.int32], block_size: int
+    parent: BlockKey,
+    token_ids: Sequence[int] | npt.NDArray[np.int32],
+    block_size: int,
+    attachments: Sequence[Attachment] = (),
+    first_token: int = 0,
 ) -> list[BlockKey]:
     """Return the keys of the full blocks of `token_ids`; a partial last block has none.
 
@@ -123,11 +129,22 @@ def extend_chain(
         parent: Key of the block before `token_ids`, or the scope's root.
         token_ids: [num_tokens], beginning at a block's first slot.
         block_size: Tokens per block.
+        attachments: Content behind tokens of the sequence, in their order.
+        first_token: Place of `token_ids[0]` in the sequence, for the attachments' offsets.
     """
     payload = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
     stride = 4 * block_size
     keys = []
     sha256 = hashlib.sha256
+    if attachments:
+        num_blocks = len(payload) // stride
+        content = content_by_block(attachments, first_token, num_blocks, block_size)
+        for block in range(num_blocks):
+            tokens = payload[block * stride : (block + 1) * stride]
+            # Behind tokens of fixed size, so that no block without content has the same bytes.
+            parent = BlockKey(sha256(parent + tokens + content.get(block, b"")).digest())
+            keys.append(parent)
+        return keys
     for start in range(0, len(payload) - stride + 1, stride):
         # One call over both is twice as fast as two.
         parent = BlockKey(sha256(parent + payload[start : start + stride]).digest())

@@ -200,6 +200,7 @@ class Controller:
                 self._scope.root(request.scope),
                 request.prompt_token_ids,
                 self._scope.block_size,
+                request.attachments,
             )
         )
         max_tokens = admitted.params.max_tokens

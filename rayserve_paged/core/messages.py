@@ -11,7 +11,8 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from rayserve_paged.core.block_identity import BlockScope
+from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.block_identity import Adapter, BlockScope
 from rayserve_paged.core.ids import (
     Attempt,
     BlockKey,
@@ -42,6 +43,8 @@ class RowStart:
         sibling: Which of the request's parallel samples this is; draws depend on it.
         history: int32 [num_known], all tokens known so far, for rank 0 alone; None where the
             parameters need no history.
+        adapter: Weights laid over the model's own.
+        attachments: Content behind tokens of the prompt, in their order.
     """
 
     row: Row
@@ -51,6 +54,8 @@ class RowStart:
     num_prompt_tokens: int
     sibling: int = 0
     history: IntArray | None = None
+    adapter: Adapter | None = None
+    attachments: tuple[Attachment, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -5,6 +5,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from rayserve_paged.core.attachments import Attachment, check_attachments
 from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
@@ -236,6 +237,7 @@ class ModelLimits:
         max_num_seqs: Sequences that run at once, and so the samples of one request at most.
         adapters: Those that are loaded; None where any may be asked for, as with a model whose
             adapters have no weights.
+        takes_attachments: Whether content may stand behind tokens of a prompt.
     """
 
     vocab_size: int
@@ -245,6 +247,7 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
     adapters: tuple[Adapter, ...] | None = ()
+    takes_attachments: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -270,6 +273,7 @@ class Request:
         priority: Lower is served first; equal ones by arrival.
         tenant_salt: Blocks are shared only between requests of equal salt.
         adapter: Weights laid over the model's own; None for none.
+        attachments: Content behind tokens of the prompt, in their order.
     """
 
     request_id: RequestId
@@ -280,6 +284,7 @@ class Request:
     priority: int = 0
     tenant_salt: str | None = None
     adapter: Adapter | None = None
+    attachments: tuple[Attachment, ...] = ()
 
     @property
     def scope(self) -> RequestScope:
@@ -299,7 +304,8 @@ def admit(request: Request, limits: ModelLimits) -> Request:
 
     Raises:
         InvalidInputError: Empty prompt, an id outside the vocabulary, prompt over the limit, a
-            priority or a salt of another type, an adapter that is not loaded.
+            priority or a salt of another type, an adapter that is not loaded, attachments that
+            the model does not take or the prompt does not hold.
         CapacityError: It can never fit into the pool.
     """
     num_prompt = len(request.prompt_token_ids)
@@ -309,6 +315,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     if not isinstance(request.tenant_salt, str | None):
         raise InvalidInputError("tenant_salt", request.tenant_salt, "a string, or None")
     _check_adapter(request.adapter, limits.adapters)
+    check_attachments(request.attachments, num_prompt, supported=limits.takes_attachments)
     check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", [i for i, _bias in params.biases], limits.vocab_size)

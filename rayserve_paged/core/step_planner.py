@@ -211,6 +211,8 @@ class StepPlanner:
                     num_prompt_tokens=sequence.num_prompt,
                     sibling=sequence.sibling,
                     history=self._history(sequence),
+                    adapter=sequence.request.adapter,
+                    attachments=sequence.request.attachments,
                 )
             )
         return tuple(starts)

@@ -1,10 +1,10 @@
 """The fingerprint model: a toy without weights whose output shows any wrong block.
 
-Each KV slot holds an integer fingerprint of (token, position, adapter, weights version, layer,
-head, key or value). The logits of a token are a hash of all fingerprints of its sequence, as read
-through the block table, in the order of positions: a slot that is stale, mixed up, missing or of
-another sequence changes them. All arithmetic is modulo 2**64, so equality is exact at any batch,
-chunking and tensor-parallel width.
+Each KV slot holds an integer fingerprint of (token, position, adapter, attached content, weights
+version, layer, head, key or value). The logits of a token are a hash of all fingerprints of its
+sequence, as read through the block table, in the order of positions: a slot that is stale, mixed
+up, missing or of another sequence changes them. All arithmetic is modulo 2**64, so equality is
+exact at any batch, chunking and tensor-parallel width.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ import torch
 from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
 from rayserve_kernels.layout import KVLayout, KVPool
 from rayserve_paged.model.parallel import Collectives, deal_heads
+from rayserve_paged.model.row_content import RowContent
 from rayserve_paged.model.spec import FingerprintConfig, ModelSpec
 from rayserve_paged.model.step_batch import StepBatch
 
@@ -79,7 +80,10 @@ class FingerprintModel:
         return _logits(total, self._config.vocab_size) if self._collectives.rank == 0 else None
 
     def _write(self, batch: StepBatch, pool: KVPool) -> None:
-        tokens = _mix(_mix(batch.token_ids) + batch.positions)[:, None]
+        tokens = _mix(_mix(batch.token_ids) + batch.positions)
+        if batch.salts is not None:
+            tokens = torch.where(batch.salts == 0, tokens, _mix(tokens + batch.salts))
+        tokens = tokens[:, None]
         for layer in range(self._config.num_layers):
             keys, values = (
                 _mix(tokens + self._tensor(_head_salts(self._config, layer, part), pool)).unsqueeze(
@@ -132,7 +136,7 @@ def _spans(
 
 def _head_salts(config: FingerprintConfig, layer: int, part: int) -> tuple[int, ...]:
     """What sets the fingerprints of each KV head of a layer apart, as signed 64-bit numbers."""
-    model = _mix_int(_mix_int(config.adapter) + config.weights_version)
+    model = _mix_int(config.weights_version)
     place = _mix_int(model + 2 * layer + part)
     return tuple(_signed(_mix_int(place + head)) for head in range(config.num_kv_heads))
 
@@ -174,10 +178,12 @@ class FingerprintOracle:
 
     Args:
         config: Of the model.
+        content: Adapter and attachments of the sequence.
     """
 
-    def __init__(self, config: FingerprintConfig) -> None:
+    def __init__(self, config: FingerprintConfig, content: RowContent | None = None) -> None:
         self._config = config
+        self._content = content
         self._num_tokens = 0
         self._salts = {
             (layer, head, part): salt
@@ -190,6 +196,8 @@ class FingerprintOracle:
     def append(self, token_id: int) -> None:
         """Add the next token of the sequence."""
         token = _mix_int(_mix_int(token_id) + self._num_tokens)
+        if self._content is not None and (salt := int(self._content.salts(self._num_tokens, 1)[0])):
+            token = _mix_int((token + salt) & _MASK)
         order = _mix_int(self._num_tokens)
         for place, salt in self._salts.items():
             self._sums[place] += _mix_int(_mix_int(token + salt) ^ order)
@@ -210,7 +218,10 @@ class FingerprintOracle:
 
 
 def oracle(
-    prompt_ids: Sequence[int], num_tokens: int, config: FingerprintConfig | None = None
+    prompt_ids: Sequence[int],
+    num_tokens: int,
+    config: FingerprintConfig | None = None,
+    content: RowContent | None = None,
 ) -> list[int]:
     """Greedy output of a fingerprint model, computed without any cache.
 
@@ -218,8 +229,9 @@ def oracle(
         prompt_ids: The prompt.
         num_tokens: Output tokens; end ids do not end the output.
         config: Of the model; None for the default one.
+        content: Adapter and attachments of the request.
     """
-    state = FingerprintOracle(config or FingerprintConfig())
+    state = FingerprintOracle(config or FingerprintConfig(), content)
     for token_id in prompt_ids:
         state.append(token_id)
     output: list[int] = []

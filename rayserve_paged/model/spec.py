@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 from pathlib import Path
 
+from rayserve_paged.core.block_identity import Adapter
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -18,6 +20,8 @@ class ModelSpec:
         max_model_len: Prompt and output tokens that the positions allow.
         eos_token_ids: Ids that end a sequence; may be empty.
         fingerprint: Digest of weights and configuration, for the scope of block keys.
+        adapters: Those that are loaded; None where any may be asked for.
+        takes_attachments: Whether content may stand behind tokens of a prompt.
     """
 
     num_layers: int
@@ -28,6 +32,8 @@ class ModelSpec:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     fingerprint: bytes
+    adapters: tuple[Adapter, ...] | None = ()
+    takes_attachments: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +47,6 @@ class FingerprintConfig:
         vocab_size: Token ids; at least 256, so that every byte is one.
         max_model_len: Prompt and output tokens.
         eos_token_ids: Ids that end a sequence; none by default.
-        adapter: Part of every fingerprint, as an adapter's weights would be.
         weights_version: Part of every fingerprint, as the weights would be.
     """
 
@@ -51,7 +56,6 @@ class FingerprintConfig:
     vocab_size: int = 1000
     max_model_len: int = 4096
     eos_token_ids: tuple[int, ...] = ()
-    adapter: int = 0
     weights_version: int = 0
 
     def spec(self) -> ModelSpec:
@@ -65,6 +69,9 @@ class FingerprintConfig:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
             fingerprint=hashlib.sha256(repr(self).encode()).digest(),
+            # It has no weights that would have to be loaded, and no encoder that is missing.
+            adapters=None,
+            takes_attachments=True,
         )
 
 

@@ -20,9 +20,12 @@ class StepBatch:
         positions: int64 [num_tokens], place of each token in its sequence, from 0.
         metadata: Where each sequence's keys and values lie in the pool.
         logits_rows: int64 [num_logits], indices into `token_ids` whose logits are wanted.
+        salts: int64 [num_tokens], what `RowContent.salts` makes of each token's adapter and
+            content; None where no token has either, as with every model that takes none.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     metadata: AttentionMetadata
     logits_rows: torch.Tensor
+    salts: torch.Tensor | None = None

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from rayserve_cluster.plan_codec import FOLLOWER_PARAMS, decode_plan, encode_plan
+from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.ids import Row, StepId
 from rayserve_paged.core.messages import RowStart, StepPlan
 from rayserve_paged.core.request import SamplingParams
@@ -25,12 +27,22 @@ def ints(size: int) -> st.SearchStrategy[npt.NDArray[Any]]:
 
 @st.composite
 def row_starts(draw: st.DrawFn) -> RowStart:
+    text = st.text(st.characters(exclude_categories=()), min_size=1, max_size=5)
+    adapters = st.none() | st.builds(Adapter, text, text)
+    attachments = st.builds(
+        Attachment,
+        st.binary(min_size=16, max_size=64),
+        st.integers(0, 2**40),
+        st.integers(1, 2**40),
+    )
     return RowStart(
         row=Row(draw(st.integers(0, 2**31 - 1))),
         num_computed=draw(st.integers(0, 2**31 - 1)),
         block_ids=draw(ints(draw(st.integers(0, 5)))),
         params=SamplingParams(temperature=0.5, seed=7, stop="never sent"),
         num_prompt_tokens=draw(st.integers(1, 2**31 - 1)),
+        adapter=draw(adapters),
+        attachments=tuple(draw(st.lists(attachments, max_size=2))),
     )
 
 
@@ -58,7 +70,14 @@ def plain(plan: StepPlan) -> dict[str, Any]:
     """The plan as values that compare, without the sampling parameters."""
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     fields["starts"] = [
-        (start.row, start.num_computed, start.block_ids.tolist(), start.num_prompt_tokens)
+        (
+            start.row,
+            start.num_computed,
+            start.block_ids.tolist(),
+            start.num_prompt_tokens,
+            start.adapter,
+            start.attachments,
+        )
         for start in plan.starts
     ]
     return {
@@ -106,4 +125,4 @@ def test_a_decode_step_of_64_rows_fits_into_2_kib() -> None:
         sample_siblings=np.zeros(64, np.int32),
         num_steps=1,
     )
-    assert len(encode_plan(plan)) == 4 * (9 + 2 * 4 + 6 * 64)
+    assert len(encode_plan(plan)) == 4 * (10 + 2 * 4 + 6 * 64)

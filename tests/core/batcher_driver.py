@@ -37,7 +37,7 @@ class BatcherDriver:
         self.first = SequenceState(
             request,
             prompt_keys(request, scope),
-            scope.root(),
+            scope.root(request.scope),
             0,
             (),
             limits.block_size,

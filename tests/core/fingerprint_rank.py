@@ -1,8 +1,8 @@
 """A toy rank whose output shows any wrong block, and the oracle that uses no blocks at all.
 
-Each KV slot stores a fingerprint of (token, position). The next token is a hash of the slots as
-read through the rank's own block table, which StepPlan differences alone keep up to date: a slot
-that is stale, foreign, misplaced or missing changes the stream.
+Each KV slot stores a fingerprint of (token, position, adapter, attached content). The next token is
+a hash of the slots as read through the rank's own block table, which StepPlan differences alone
+keep up to date: a slot that is stale, foreign, misplaced or missing changes the stream.
 """
 
 import hashlib
@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.ids import Row
 from rayserve_paged.core.messages import RowStart, StepPlan, StepResult
 from rayserve_paged.core.request import (
@@ -25,12 +27,27 @@ from rayserve_paged.core.request import (
 Slots = npt.NDArray[np.uint64]
 
 
-def fingerprints(token_ids: npt.ArrayLike, positions: npt.ArrayLike) -> Slots:
+def fingerprints(
+    token_ids: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    adapter: Adapter | None = None,
+    attachments: Iterable[Attachment] = (),
+) -> Slots:
     """Return what the slots of these tokens hold; never 0, which is an unwritten slot."""
     tokens = np.asarray(token_ids, np.uint64) + np.uint64(1)
     places = np.asarray(positions, np.uint64) + np.uint64(1)
     mixed = tokens * np.uint64(0x9E3779B97F4A7C15) ^ places * np.uint64(0xC2B2AE3D27D4EB4F)
+    if adapter is not None:
+        mixed ^= _digest(f"{adapter.adapter_id}/{adapter.version}".encode())
+    for attachment in attachments:
+        of_attachment = places - np.uint64(attachment.offset)
+        inside = (places > attachment.offset) & (places <= attachment.end)
+        mixed[inside] ^= (_digest(attachment.digest) * of_attachment)[inside]
     return mixed | np.uint64(1)
+
+
+def _digest(content: bytes) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
 
 
 def next_token(
@@ -124,7 +141,9 @@ class FingerprintRank:
             positions = np.arange(num_computed, num_computed + num_tokens)
             places = self._places(row, positions)
             written += places.tolist()
-            self.slots[places] = fingerprints(token_ids[first : first + num_tokens], positions)
+            tokens = token_ids[first : first + num_tokens]
+            start = self.starts[row]
+            self.slots[places] = fingerprints(tokens, positions, start.adapter, start.attachments)
             first += num_tokens
         assert first == len(token_ids), "the plan's tokens do not add up"
         assert len(set(written)) == len(written), "two rows write one slot in one step"
@@ -171,7 +190,8 @@ def oracle(request: Request, limits: ModelLimits, sibling: int = 0) -> Expected:
     tokens = list(request.prompt_token_ids)
     outputs: list[int] = []
     while True:
-        slots = fingerprints(tokens, np.arange(len(tokens)))
+        positions = np.arange(len(tokens))
+        slots = fingerprints(tokens, positions, request.adapter, request.attachments)
         token = next_token(slots, params, len(outputs), limits.vocab_size, sibling)
         tokens.append(token)
         outputs.append(token)

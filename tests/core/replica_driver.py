@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from fingerprint_rank import FingerprintRank
 
 from rayserve_paged.core import invariants
-from rayserve_paged.core.block_identity import BlockScope, extend_chain
+from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.block_identity import Adapter, BlockScope, extend_chain
 from rayserve_paged.core.config import BatchConfig, TimeoutConfig
 from rayserve_paged.core.consumer import Consumer, StreamUpdate
 from rayserve_paged.core.ids import (
@@ -49,7 +50,15 @@ def make_limits(
     max_num_seqs: int = 64,
 ) -> ModelLimits:
     return ModelLimits(
-        vocab_size, max_model_len, num_blocks, block_size, eos_token_ids, max_num_seqs
+        vocab_size,
+        max_model_len,
+        num_blocks,
+        block_size,
+        eos_token_ids,
+        max_num_seqs,
+        # The toy rank makes numbers of whatever it is given.
+        adapters=None,
+        takes_attachments=True,
     )
 
 
@@ -66,6 +75,8 @@ def make_request(
     attempt: int = 0,
     priority: int = 0,
     tenant_salt: str | None = None,
+    adapter: Adapter | None = None,
+    attachments: tuple[Attachment, ...] = (),
     **params: float | tuple[int, ...] | None,
 ) -> Request:
     fields = {"temperature": 0.0, "seed": 0} | params
@@ -77,12 +88,15 @@ def make_request(
         params=SamplingParams(max_tokens=max_tokens, **fields),  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         priority=priority,
         tenant_salt=tenant_salt,
+        adapter=adapter,
+        attachments=attachments,
     )
 
 
 def prompt_keys(request: Request, scope: BlockScope) -> tuple[BlockKey, ...]:
     root = scope.root(request.scope)
-    return tuple(extend_chain(root, request.prompt_token_ids, scope.block_size))
+    tokens, attachments = request.prompt_token_ids, request.attachments
+    return tuple(extend_chain(root, tokens, scope.block_size, attachments))
 
 
 @dataclasses.dataclass

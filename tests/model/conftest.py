@@ -16,6 +16,7 @@ from rayserve_kernels.attention import AttentionMetadata
 from rayserve_paged.model.build import StepModel
 from rayserve_paged.model.loader import resolve_model
 from rayserve_paged.model.parallel import Collectives, SoloCollectives
+from rayserve_paged.model.row_content import RowContent
 from rayserve_paged.model.spec import LlamaSource
 from rayserve_paged.model.step_batch import StepBatch
 
@@ -79,6 +80,7 @@ class DrivenSequence:
     token_ids: list[int]
     num_computed: int
     block_ids: list[int]
+    content: RowContent | None = None
 
 
 class Gang:
@@ -112,8 +114,8 @@ class Gang:
             pool.values.fill_(-99)
         self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
 
-    def start(self, token_ids: Sequence[int]) -> DrivenSequence:
-        return DrivenSequence(list(token_ids), 0, [])
+    def start(self, token_ids: Sequence[int], content: RowContent | None = None) -> DrivenSequence:
+        return DrivenSequence(list(token_ids), 0, [], content)
 
     def take_block(self) -> int:
         return self._free.pop()
@@ -148,6 +150,11 @@ class Gang:
             token_ids += sequence.token_ids[sequence.num_computed : end]
             positions += range(sequence.num_computed, end)
         counts = [count for _, count in work]
+        salts = None
+        if any(sequence.content for sequence, _ in work):
+            plain = RowContent(None)
+            of_each = [(s.content or plain).salts(s.num_computed, count) for s, count in work]
+            salts = torch.from_numpy(np.concatenate(of_each))
         return StepBatch(
             token_ids=torch.tensor(token_ids),
             positions=torch.tensor(positions),
@@ -155,6 +162,7 @@ class Gang:
                 tables, [s.num_computed for s, _ in work], counts, self.block_size
             ),
             logits_rows=torch.tensor(np.cumsum(counts) - 1),
+            salts=salts,
         )
 
     def logits(self, token_ids: Sequence[int], chunks: Sequence[int] = ()) -> torch.Tensor:
@@ -166,10 +174,17 @@ class Gang:
         return self.step([(sequence, rest)])[0]
 
     def greedy(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, budget: int = 1 << 20
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        budget: int = 1 << 20,
+        contents: Sequence[RowContent | None] | None = None,
     ) -> list[list[int]]:
         """Greedy outputs of several prompts, batched, at most `budget` tokens a step."""
-        sequences = [self.start(prompt) for prompt in prompts]
+        of_each = contents or [None] * len(prompts)
+        sequences = [
+            self.start(prompt, content) for prompt, content in zip(prompts, of_each, strict=True)
+        ]
         ends = [len(prompt) + num_tokens for prompt in prompts]
         while True:
             left, work = budget, []

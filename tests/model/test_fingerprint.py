@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from rayserve_kernels.attention import TorchBackend
+from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.model.fingerprint import FingerprintModel, FingerprintOracle, oracle
+from rayserve_paged.model.row_content import RowContent
 from rayserve_paged.model.spec import FingerprintConfig
 
 MakeGang = Callable[..., Any]
@@ -114,11 +117,43 @@ def test_a_block_of_another_sequence_shows_and_one_of_the_same_tokens_does_not(
     assert not torch.equal(gang.step([(twin, 1)])[0], oracle_logits(PROMPT))
 
 
-@pytest.mark.parametrize("field", ["adapter", "weights_version"])
-def test_blocks_of_another_adapter_or_weights_version_show(
-    gang_of: Callable[..., Any], field: str
+CONTENTS = [
+    RowContent(None, (Attachment(bytes(16), 5, 9),)),
+    RowContent(None, (Attachment(bytes(15) + b"1", 5, 9),)),
+    RowContent(None, (Attachment(bytes(16), 6, 9),)),
+    RowContent(None, (Attachment(bytes(16), 5, 8),)),
+    RowContent(Adapter("a", "1")),
+    RowContent(Adapter("a", "2")),
+    RowContent(Adapter("1", "a")),
+    RowContent(Adapter("a", "1"), (Attachment(bytes(16), 5, 9),)),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_batch_mixes_adapters_and_attachments(
+    gang_of: Callable[..., Any], world_size: int
 ) -> None:
-    changed = dataclasses.replace(CONFIG, **{field: 1})
+    contents = [None, *CONTENTS]
+    expected = [oracle(PROMPT, 6, content=content) for content in contents]
+    assert len({tuple(output) for output in expected}) == len(contents)
+    gang = gang_of(world_size, block_size=8)
+    assert gang.greedy([PROMPT] * len(contents), 6, budget=40, contents=contents) == expected
+
+
+def test_blocks_of_other_content_show(gang_of: Callable[..., Any]) -> None:
+    gang = gang_of()
+    own = gang.start(PROMPT, CONTENTS[0])
+    other = gang.start(PROMPT, CONTENTS[1])
+    gang.step([(own, 28), (other, 28)])
+    own.block_ids[1] = other.block_ids[1]
+    state = FingerprintOracle(CONFIG, CONTENTS[0])
+    for token_id in PROMPT:
+        state.append(token_id)
+    assert not torch.equal(gang.step([(own, 1)])[0], state.logits())
+
+
+def test_blocks_of_another_weights_version_show(gang_of: Callable[..., Any]) -> None:
+    changed = dataclasses.replace(CONFIG, weights_version=1)
     assert not torch.equal(oracle_logits(PROMPT), oracle_logits(PROMPT, changed))
     assert CONFIG.spec().fingerprint != changed.spec().fingerprint
     gang, donor = gang_of(), gang_of(config=changed)
