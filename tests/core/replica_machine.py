@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from fingerprint_rank import Expected, oracle
@@ -19,6 +20,8 @@ from replica_driver import (
     prompt_keys,
 )
 
+from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import Attempt, BlockKey
 from rayserve_paged.core.messages import AnswerPoll, AssignRequest, FenceReplica, StepFailed
@@ -29,6 +32,17 @@ LEASE_S = TIMEOUTS.consumer_lease_s
 CONSUMERS = ("c0", "c1")
 # Prompts are cut from these, so that they share prefixes of every length.
 STORIES = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [3, 1, 4, 1, 7, 7, 7, 7, 7, 7, 7, 7])
+
+
+# What tells equal tokens apart.
+IDENTITIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tenant": {"tenant_salt": "tenant"},
+    "adapter": {"adapter": Adapter("a", "1")},
+    "reloaded adapter": {"adapter": Adapter("a", "2")},
+    "image": {"attachments": (Attachment(bytes(16), 0, 1),)},
+    "another image": {"attachments": (Attachment(bytes(15) + b"1", 0, 1),)},
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,7 +138,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([8, 10, 6, 3, 2, 1]),
         consumer=st.sampled_from(CONSUMERS),
         priorities=st.lists(st.sampled_from([0, 0, -1, 2]), min_size=1, max_size=4),
-        salt=st.sampled_from([None, None, "tenant"]),
+        identity=st.sampled_from(["plain", "plain", *IDENTITIES]),
         num_samples=st.sampled_from([1, 1, 2, 3, 4]),
         poison=st.sampled_from([*[None] * 5, (0, None), (2, None), (0, 1), (1, 0), (2, 1)]),
     )
@@ -135,7 +149,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         max_tokens: int,
         consumer: str,
         priorities: list[int],
-        salt: str | None,
+        identity: str,
         num_samples: int,
         poison: tuple[int, int | None] | None,
     ) -> None:
@@ -146,11 +160,11 @@ class ReplicaMachine(RuleBasedStateMachine):
                 request_id=f"q{self.num_submitted}",
                 consumer_id=consumer,
                 priority=priority,
-                tenant_salt=salt,
                 temperature=temperature,
                 seed=self.num_submitted,
                 n=num_samples,
             )
+            request = dataclasses.replace(request, **IDENTITIES[identity])
             self.num_submitted += 1
             if num_samples > self.limits.max_num_seqs:
                 with pytest.raises(InvalidInputError, match="sequences that run at once"):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from hypothesis import settings
-from replica_machine import CONSUMERS, LEASE_S, STORIES, ReplicaMachine
+from replica_machine import CONSUMERS, IDENTITIES, LEASE_S, STORIES, ReplicaMachine
 
 
 def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
@@ -28,7 +28,7 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
             draw.randint(1, 12),
             draw.choice(CONSUMERS),
             draw.choices([0, 0, -1, 2], k=draw.randint(1, 4)),
-            draw.choice([None, None, "tenant"]),
+            draw.choice(["plain", "plain", *IDENTITIES]),
             draw.choice([1, 1, 2, 3, 4]),
             draw.choice([*[None] * 10, (0, None), (2, None), (0, 2), (1, 0), (3, 1)]),
         )

@@ -50,6 +50,9 @@ def test_the_fingerprint_model_needs_no_files(tmp_path: Path) -> None:
     )
     assert list(tmp_path.iterdir()) == []
     assert source.spec.max_model_len == 4096
+    # Adapters without weights and images without pixels are as good as any to it.
+    assert source.spec.adapters is None
+    assert source.spec.takes_attachments
 
 
 def test_a_hugging_face_directory_is_described(make_llama: MakeLlama, tmp_path: Path) -> None:
@@ -62,6 +65,8 @@ def test_a_hugging_face_directory_is_described(make_llama: MakeLlama, tmp_path: 
     assert source.spec.vocab_size == 97
     assert source.spec.eos_token_ids == (5, 7)
     assert source.spec.max_model_len == 256
+    assert source.spec.adapters == ()
+    assert not source.spec.takes_attachments
 
 
 def broken(directory: Path, **changes: object) -> str:
