@@ -19,6 +19,7 @@ from rayserve_paged.core.block_table import num_blocks_for
 from rayserve_paged.core.ids import BlockId, Row
 from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.messages import StepPlan, StepResult
+from rayserve_paged.core.prefix_wait import PrefixWaits
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.running_batch import RunningBatch
 from rayserve_paged.core.sequence import Phase, SequenceState
@@ -34,6 +35,7 @@ class Batcher:
         max_num_seqs: Rows.
         max_num_batched_tokens: Tokens computed in one step at most.
         pipeline_depth: Steps in flight at most.
+        max_prefix_wait_steps: Steps that a sequence waits for blocks that another one computes.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Batcher:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         pipeline_depth: int = 1,
+        max_prefix_wait_steps: int = 0,
     ) -> None:
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -52,7 +55,7 @@ class Batcher:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_resumed_tokens = 0
-        self._batch = RunningBatch(kv, max_num_seqs)
+        self._batch = RunningBatch(kv, max_num_seqs, max_prefix_wait_steps)
         self._planner = StepPlanner(
             self._batch, max_num_batched_tokens, pipelined=pipeline_depth > 1
         )
@@ -96,8 +99,13 @@ class Batcher:
     @property
     def waiting(self) -> tuple[SequenceState, ...]:
         """Waiting sequences, first served first."""
-        live = (entry for entry in self._waiting if entry[1].phase is Phase.WAITING)
-        return tuple(sequence for _key, sequence in sorted(live, key=lambda entry: entry[0]))
+        queued = (entry[1] for entry in self._waiting if entry[1].phase is Phase.WAITING)
+        return tuple(sorted([*queued, *self.prefix_waits.parked], key=SequenceState.order_key))
+
+    @property
+    def prefix_waits(self) -> PrefixWaits:
+        """Which waiting sequences wait for blocks that a running one computes."""
+        return self._batch.prefix_waits
 
     @property
     def copy_sources(self) -> list[list[BlockId]]:
@@ -162,6 +170,8 @@ class Batcher:
             plan = self._planner.plan_steady()
             if plan is not None:
                 return plan
+        for sequence in self.prefix_waits.take_due(self._planner.next_step):
+            heapq.heappush(self._waiting, (sequence.order_key(), sequence))
         num_preemptions = self.num_preemptions
         while True:
             scheduled = self._planner.schedule(self._can_admit_first)
@@ -208,10 +218,12 @@ class Batcher:
         budget = self.max_num_batched_tokens - int(num_tokens.sum())
         promised = self._num_blocks_promised()
         started: list[tuple[int, int, bool]] = []
-        while budget > 0 and (sequence := self._first_waiting()) is not None:
-            matched = self._matched_if_fits(sequence, promised)
-            if matched is None:
+        while budget > 0:
+            others_run = bool(len(rows) or started or self._batch.flights)
+            candidate = self._next_to_start(promised, others_run=others_run)
+            if candidate is None:
                 break
+            sequence, matched = candidate
             pending = sequence.num_known - len(matched) * self.kv.block_size
             chunk = min(pending, budget)
             row = self._start(sequence, matched, chunk)
@@ -228,10 +240,7 @@ class Batcher:
         )
 
     def _can_admit_first(self) -> bool:
-        sequence = self._first_waiting()
-        if sequence is None:
-            return False
-        return self._matched_if_fits(sequence, self._num_blocks_promised()) is not None
+        return self._next_to_start(self._num_blocks_promised(), others_run=True) is not None
 
     def _num_blocks_promised(self) -> int:
         """Return the blocks that running sequences need for tokens they already know."""
@@ -239,23 +248,36 @@ class Batcher:
         needed = -(-batch.known[batch.rows] // block_size)
         return int((needed - batch.slots[batch.rows] // block_size).clip(0).sum())
 
-    def _matched_if_fits(self, sequence: SequenceState, promised: int) -> list[BlockId] | None:
-        """Return the cached blocks that a waiting sequence would start on; None if it cannot."""
+    def _next_to_start(
+        self, promised: int, *, others_run: bool
+    ) -> tuple[SequenceState, list[BlockId]] | None:
+        """Return the sequence that starts next, and its cached blocks; None if it does not fit.
+
+        Whoever waits for a prefix steps aside.
+        """
+        while (sequence := self._first_waiting()) is not None:
+            matched = self.kv.match(sequence.keys, sequence.num_known)
+            step_id = self._planner.next_step
+            if not self.prefix_waits.park(sequence, len(matched), step_id, others_run=others_run):
+                return (sequence, matched) if self._fits(sequence, matched, promised) else None
+            heapq.heappop(self._waiting)
+        return None
+
+    def _fits(self, sequence: SequenceState, matched: list[BlockId], promised: int) -> bool:
+        """Return whether a waiting sequence can start on its cached blocks."""
         batch = self._batch
         if batch.num_open_rows < sequence.num_unborn + 1:
-            return None
+            return False
         known = sequence.num_known
-        matched = self.kv.match(sequence.keys, known)
         needed = num_blocks_for(known, self.kv.block_size) - len(matched)
         # Siblings that are to be born write a block each as well; alone, a group always starts.
         others = self.num_running + batch.num_reserved_rows
-        fits = policy.can_admit(
+        return policy.can_admit(
             num_blocks_needed=needed + self.kv.pool.num_cached_of(matched),
             num_blocks_available=self.kv.pool.num_available,
             num_blocks_promised=promised,
             num_running=others + sequence.num_unborn if others else 0,
         )
-        return matched if fits else None
 
     def _first_waiting(self) -> SequenceState | None:
         while self._waiting and self._waiting[0][1].phase is Phase.ENDED:

@@ -48,6 +48,9 @@ class BatchConfig(_Section):
     """Steps in flight: at 2 the next is planned while one runs."""
     max_decode_steps: int = Field(default=1, ge=1, le=1024)
     """Steps that one plan may run where nothing can come in between."""
+    max_prefix_wait_steps: int = Field(default=64, ge=0)
+    """A request whose next prompt block a running one is computing waits for it, so many steps at
+    most; 0 to compute it twice instead."""
 
 
 class ParallelConfig(_Section):

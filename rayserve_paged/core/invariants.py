@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from rayserve_paged.core.batcher import Batcher
 from rayserve_paged.core.block_pool import BlockPool, BlockState
 from rayserve_paged.core.errors import LedgerError
 from rayserve_paged.core.ids import BlockId
@@ -90,6 +91,7 @@ def check(replica: Replica) -> None:
     _require(order == sorted(order), "running sequences are out of order")
     for sequence in batcher.running:
         _check_running(replica, sequence)
+    _check_prefix_waits(batcher)
     for sequence in batcher.retiring:
         _require(sequence.phase is Phase.ENDED, "a sequence that retires has not ended")
     if not batcher.in_flight:
@@ -101,6 +103,24 @@ def check(replica: Replica) -> None:
             total <= batcher.max_num_batched_tokens, f"a step of {total} tokens is over budget"
         )
         _require(len(plan.token_ids) == total, "a step's tokens do not add up")
+
+
+def _check_prefix_waits(batcher: Batcher) -> None:
+    waits = batcher.prefix_waits
+    for key, sequence in waits.computing():
+        next_key = sequence.keys[sequence.num_sealed]
+        _require(key == next_key, "the block that a sequence computes next is another one")
+    running = set(batcher.running)
+    computing = {sequence for _key, sequence in waits.computing()}
+    _require(computing <= running, "a sequence that does not run computes a block")
+    behind = {sequence for sequence in running if sequence.num_sealed < len(sequence.keys)}
+    known = behind if waits.max_wait_steps else set()
+    _require(computing == known, "not all blocks that are being computed are known")
+    for target, sequence, waiter in waits.waits():
+        _require(sequence in computing, "a sequence waits for one that computes nothing")
+        _require(target > sequence.num_sealed, "a sequence waits for a block that is sealed")
+        same = sequence.keys[target - 1] == waiter.keys[target - 1]
+        _require(same, "a sequence waits for a block of another chain")
 
 
 def _check_running(replica: Replica, sequence: SequenceState) -> None:

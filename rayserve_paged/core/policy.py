@@ -1,4 +1,4 @@
-"""Decisions as pure functions over snapshots: placement and admission."""
+"""Decisions as pure functions over snapshots: placement, dealing a step, admission, waiting."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -85,6 +85,34 @@ def deal_budget(
         dealt[row] = min(int(pending[row]), left)
         left -= int(dealt[row])
     return dealt
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefixWait:
+    """What decides whether a sequence waits for a prefix that another one is computing.
+
+    Args:
+        num_blocks_gained: Blocks that it need not compute itself if it waits.
+        num_steps_waited: Steps that it has waited already.
+        max_steps: Steps that it may wait.
+        others_run: Whether there is something else to compute meanwhile.
+    """
+
+    num_blocks_gained: int
+    num_steps_waited: int
+    max_steps: int
+    others_run: bool
+
+
+def should_wait_for_prefix(wait: PrefixWait) -> bool:
+    """Decide whether a sequence that could start waits for blocks that are being computed.
+
+    It loses little by it: what it would compute itself, the other computes meanwhile, and what
+    that has done is in the cache when the wait is over, whatever ended it.
+    """
+    return (
+        wait.others_run and wait.num_blocks_gained >= 1 and wait.num_steps_waited < wait.max_steps
+    )
 
 
 def can_admit(

@@ -63,7 +63,11 @@ class Replica:
         self.scope = scope
         self.kv = KVManager(BlockPool(limits.num_blocks), limits.block_size)
         self.batcher = Batcher(
-            self.kv, batch.max_num_seqs, batch.max_num_batched_tokens, batch.pipeline_depth
+            self.kv,
+            batch.max_num_seqs,
+            batch.max_num_batched_tokens,
+            batch.pipeline_depth,
+            batch.max_prefix_wait_steps,
         )
         self._max_steps = batch.max_decode_steps
         self.fenced: str | None = None

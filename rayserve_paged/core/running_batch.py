@@ -22,6 +22,7 @@ import numpy.typing as npt
 from rayserve_paged.core.ids import BlockId, ConsumerId, Row
 from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.messages import IntArray, StepPlan, StreamName
+from rayserve_paged.core.prefix_wait import PrefixWaits
 from rayserve_paged.core.sequence import Phase, SequenceState
 
 BoolArray = npt.NDArray[np.bool_]
@@ -85,10 +86,12 @@ class RunningBatch:
     Args:
         kv: The sequences' blocks.
         num_rows: Sequences that can run at once.
+        max_prefix_wait_steps: Steps that a sequence waits for blocks that another one computes.
     """
 
-    def __init__(self, kv: KVManager, num_rows: int) -> None:
+    def __init__(self, kv: KVManager, num_rows: int, max_prefix_wait_steps: int = 0) -> None:
         self.kv = kv
+        self.prefix_waits = PrefixWaits(max_prefix_wait_steps)
         self.block_size = kv.block_size
         self.known = np.zeros(num_rows, np.int32)
         self.ahead = np.zeros(num_rows, np.int32)
@@ -188,6 +191,7 @@ class RunningBatch:
         bisect.insort(self._order, sequence, key=SequenceState.order_key)
         self._rows_changed = True
         self.version += 1
+        self.prefix_waits.enter(sequence)
         return row
 
     def retire(self, sequence: SequenceState, *, discard: bool = False) -> None:
@@ -240,6 +244,7 @@ class RunningBatch:
         self.unannounced.discard(row)
         self.num_reserved_rows -= sequence.num_unborn
         self.alive[row] = False
+        self.prefix_waits.leave(sequence)
         self._order.remove(sequence)
         self._rows_changed = True
         self.version += 1

@@ -6,7 +6,7 @@ from array import array
 
 from rayserve_paged.core.block_identity import extend_chain
 from rayserve_paged.core.block_table import BlockTable
-from rayserve_paged.core.ids import BlockKey, ConsumerId, Row
+from rayserve_paged.core.ids import BlockKey, ConsumerId, Row, StepId
 from rayserve_paged.core.messages import StreamName
 from rayserve_paged.core.request import FinishReason, Request
 
@@ -58,6 +58,7 @@ class SequenceState:
         "stop_ids",
         "table",
         "tokens",
+        "waits_since",
     )
 
     def __init__(
@@ -92,6 +93,8 @@ class SequenceState:
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None
         self.finish: FinishReason | None = None
+        # Step before which it first waited for a prefix that another sequence computes.
+        self.waits_since: StepId | None = None
 
     @property
     def consumer_id(self) -> ConsumerId:

@@ -118,6 +118,7 @@ class StepCommit:
                 batch.kv.seal(sequence.table.block_ids[block_index], sequence.key(block_index))
             sequence.num_sealed = num_full
             batch.next_seal[row] = (num_full + 1) * batch.block_size
+            batch.prefix_waits.advance(sequence)
 
     def _is_undisturbed(self) -> bool:
         """Return whether in none of a plan's several steps anything ends."""

@@ -37,7 +37,8 @@ class StepPlanner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._batch = batch
         self._pipelined = pipelined
-        self._next_step = StepId(0)
+        # Of the plan that is made next.
+        self.next_step = StepId(0)
         self._steady: SteadyState | None = None
 
     # --- who computes ---------------------------------------------------------------------
@@ -109,7 +110,7 @@ class StepPlanner:
         if steady is not None and max_steps > 1:
             num_steps = min(max_steps, steady.num_plans + 1)
         plan = StepPlan(
-            step_id=self._next_step,
+            step_id=self.next_step,
             starts=starts,
             append_rows=appended[0],
             append_blocks=appended[1],
@@ -136,7 +137,7 @@ class StepPlanner:
             return None
         rows = steady.rows
         plan = StepPlan(
-            step_id=self._next_step,
+            step_id=self.next_step,
             starts=(),
             append_rows=_NO_INTS,
             append_blocks=_NO_INTS,
@@ -165,7 +166,7 @@ class StepPlanner:
             flight.num_ahead = plan.num_steps
             batch.ahead[flight.sampled] += plan.num_steps
         batch.flights.append(flight)
-        self._next_step = StepId(self._next_step + 1)
+        self.next_step = StepId(self.next_step + 1)
 
     def _settle(
         self, rows: IntArray, num_tokens: IntArray, indices: IntArray, siblings: IntArray

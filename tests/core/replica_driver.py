@@ -153,6 +153,7 @@ class ReplicaDriver:
         replica_id: Of the replica.
         pipeline_depth: Steps in flight.
         max_decode_steps: Steps of one plan.
+        max_prefix_wait_steps: Steps that a request waits for a prefix in flight.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class ReplicaDriver:
         replica_id: ReplicaId = R0,
         pipeline_depth: int = 1,
         max_decode_steps: int = 1,
+        max_prefix_wait_steps: int = 64,
     ) -> None:
         limits = dataclasses.replace(limits, max_num_seqs=max_num_seqs)
         self.limits = limits
@@ -174,6 +176,7 @@ class ReplicaDriver:
             max_num_batched_tokens=max_num_batched_tokens,
             pipeline_depth=pipeline_depth,
             max_decode_steps=max_decode_steps,
+            max_prefix_wait_steps=max_prefix_wait_steps,
         )
         self.incarnation = Incarnation(incarnation)
         self.replica = Replica(replica_id, self.incarnation, limits, self.scope, batch, TIMEOUTS)

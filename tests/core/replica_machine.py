@@ -92,6 +92,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.sampled_from([64, 7, 3, 2, 1]),
         pipeline_depth=st.sampled_from([2, 1]),
         max_decode_steps=st.sampled_from([1, 8, 3]),
+        max_prefix_wait_steps=st.sampled_from([64, 2, 0, 1]),
         interruptions=st.sampled_from([0.0, 0.3]),
     )
     def start(
@@ -102,6 +103,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         max_num_batched_tokens: int,
         pipeline_depth: int,
         max_decode_steps: int,
+        max_prefix_wait_steps: int,
         interruptions: float,
     ) -> None:
         self.limits = make_limits(
@@ -118,6 +120,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             pipeline_depth=pipeline_depth,
             max_decode_steps=max_decode_steps,
+            max_prefix_wait_steps=max_prefix_wait_steps,
         )
         draw = random.Random(0)
         self.interrupt = lambda: draw.random() < interruptions

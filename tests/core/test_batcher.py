@@ -210,8 +210,8 @@ def test_two_prompts_that_do_not_fit_together_run_one_after_the_other() -> None:
     assert driver.replica.batcher.num_preemptions == 0
 
 
-def test_equal_prompts_in_one_step_are_computed_apart_and_kept_once() -> None:
-    driver = ReplicaDriver(make_limits())
+def test_equal_prompts_that_do_not_wait_are_computed_apart_and_kept_once() -> None:
+    driver = ReplicaDriver(make_limits(), max_prefix_wait_steps=0)
     twins = [make_request(range(9), 2, request_id=name) for name in "ab"]
     submit_in_one_step(driver, *twins)
     assert {fields[:2] for fields in scheduled(driver).values()} == {(0, 9)}

@@ -18,6 +18,7 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
         max_num_batched_tokens=draw.choice([1, 2, 5, 16, 64]),
         pipeline_depth=draw.choice([1, 2]),
         max_decode_steps=draw.choice([1, 3, 8]),
+        max_prefix_wait_steps=draw.choice([0, 1, 3, 64]),
         interruptions=draw.choice([0.0, 0.3]),
     )
 
