@@ -138,6 +138,7 @@ class Batcher:
         if sequence.phase is Phase.WAITING:
             # Its heap entry is dropped when it comes up.
             sequence.phase = Phase.ENDED
+            self.prefix_waits.remove(sequence)
             self._num_waiting -= 1
         elif sequence.phase is Phase.RUNNING:
             self._batch.retire(sequence)

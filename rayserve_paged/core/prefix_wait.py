@@ -10,11 +10,11 @@ decodes has none and costs nothing.
 """
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from rayserve_paged.core import policy
 from rayserve_paged.core.ids import BlockKey, StepId
-from rayserve_paged.core.sequence import Phase, SequenceState
+from rayserve_paged.core.sequence import SequenceState
 
 
 class PrefixWaits:
@@ -31,6 +31,8 @@ class PrefixWaits:
         self._next_key: dict[SequenceState, BlockKey] = {}
         # For each computing sequence: (sealed blocks to wait for, who waits).
         self._waiters: dict[SequenceState, list[tuple[int, SequenceState]]] = {}
+        # All that wait here; entries of others above are stale.
+        self._parked: dict[SequenceState, None] = {}
         self._due: list[SequenceState] = []
         # No wait is over for its length before this step.
         self._first_deadline: StepId | None = None
@@ -112,6 +114,7 @@ class PrefixWaits:
         if not policy.should_wait_for_prefix(snapshot):
             return False
         sequence.waits_since = since
+        self._parked[sequence] = None
         self._waiters.setdefault(first, []).append((num_common, sequence))
         deadline = StepId(since + self.max_wait_steps)
         if self._first_deadline is None or deadline < self._first_deadline:
@@ -128,8 +131,14 @@ class PrefixWaits:
             self._expire(step_id)
         if not self._due:
             return []
-        due, self._due = self._due, []
-        return [sequence for sequence in due if sequence.phase is Phase.WAITING]
+        due, self._due = [each for each in self._due if each in self._parked], []
+        for sequence in due:
+            del self._parked[sequence]
+        return due
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Let a sequence wait no more, which ends."""
+        self._parked.pop(sequence, None)
 
     def _expire(self, step_id: StepId) -> None:
         deadlines: list[int] = []
@@ -152,17 +161,15 @@ class PrefixWaits:
     # --- what others ask ------------------------------------------------------------------
 
     @property
-    def parked(self) -> Iterator[SequenceState]:
-        """Sequences that wait here, in no order."""
-        for _target, _computing, waiter in self.waits():
-            yield waiter
-        yield from (sequence for sequence in self._due if sequence.phase is Phase.WAITING)
+    def parked(self) -> Collection[SequenceState]:
+        """Sequences that wait here."""
+        return self._parked.keys()
 
     def waits(self) -> Iterator[tuple[int, SequenceState, SequenceState]]:
         """Return every wait that is not over: (sealed blocks to wait for, of whom, who waits)."""
         for computing, waiters in self._waiters.items():
             for target, waiter in waiters:
-                if waiter.phase is Phase.WAITING:
+                if waiter in self._parked:
                     yield target, computing, waiter
 
     def computing(self) -> Iterator[tuple[BlockKey, SequenceState]]:
