@@ -11,6 +11,8 @@ is dropped, and its blocks stay held until that step has finished.
 """
 
 import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,12 +21,30 @@ from rayserve_paged.core.block_table import num_blocks_for
 from rayserve_paged.core.ids import BlockId, Row
 from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.messages import StepPlan, StepResult
+from rayserve_paged.core.partial_index import PartialMatch
 from rayserve_paged.core.prefix_wait import PrefixWaits
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.running_batch import RunningBatch
 from rayserve_paged.core.sequence import Phase, SequenceState
 from rayserve_paged.core.step_commit import Committed, StepCommit
-from rayserve_paged.core.step_planner import Scheduled, StepPlanner
+from rayserve_paged.core.step_planner import Scheduled, StepPlanner, add_copies
+
+
+class Prefix(NamedTuple):
+    """What a sequence starts on.
+
+    Args:
+        block_ids: Cached blocks that it shares.
+        partial: Slots behind them that it copies.
+    """
+
+    block_ids: list[BlockId]
+    partial: PartialMatch | None
+
+    def num_tokens(self, block_size: int) -> int:
+        """Return how many tokens need not be computed."""
+        num_copied = 0 if self.partial is None else self.partial.num_tokens
+        return len(self.block_ids) * block_size + num_copied
 
 
 class Batcher:
@@ -187,7 +207,8 @@ class Batcher:
         appended = self._planner.grow(scheduled[0], scheduled[1])
         if self._num_waiting and self.num_preemptions == num_preemptions:
             # A step that had to preempt has no blocks for newcomers.
-            scheduled = self._admit(scheduled)
+            scheduled, copies = self._admit(scheduled)
+            copied = add_copies(copied, copies)
         if not len(scheduled[0]):
             return None
         if self._num_waiting or self.pipeline_depth > 1:
@@ -213,32 +234,41 @@ class Batcher:
 
     # --- starting -------------------------------------------------------------------------
 
-    def _admit(self, scheduled: Scheduled) -> Scheduled:
-        """Start waiting sequences in order, until one does not fit; nobody overtakes it."""
+    def _admit(self, scheduled: Scheduled) -> tuple[Scheduled, list[tuple[BlockId, BlockId, int]]]:
+        """Start waiting sequences in order, until one does not fit; nobody overtakes it.
+
+        Returns:
+            What is computed, and which slots are copied: source, target, how many.
+        """
         rows, num_tokens, samples = scheduled
         budget = self.max_num_batched_tokens - int(num_tokens.sum())
         promised = self._num_blocks_promised()
         started: list[tuple[int, int, bool]] = []
+        copies: list[tuple[BlockId, BlockId, int]] = []
         while budget > 0:
             others_run = bool(len(rows) or started or self._batch.flights)
             candidate = self._next_to_start(promised, others_run=others_run)
             if candidate is None:
                 break
-            sequence, matched = candidate
-            pending = sequence.num_known - len(matched) * self.kv.block_size
+            sequence, prefix = candidate
+            pending = sequence.num_known - prefix.num_tokens(self.kv.block_size)
             chunk = min(pending, budget)
-            row = self._start(sequence, matched, chunk)
+            row = self._start(sequence, prefix, chunk)
+            if prefix.partial is not None:
+                source, num_slots = prefix.partial
+                copies.append((source, sequence.table.block_ids[len(prefix.block_ids)], num_slots))
             started.append((row, chunk, chunk == pending))
             budget -= chunk
             promised += sequence.table.num_missing(sequence.num_known)
         if not started:
-            return scheduled
+            return scheduled, copies
         new_rows, chunks, sampling = zip(*started, strict=True)
-        return (
+        scheduled = (
             np.concatenate([rows, np.array(new_rows, np.int32)]),
             np.concatenate([num_tokens, np.array(chunks, np.int32)]),
             np.concatenate([samples, np.array(sampling, np.bool_)]),
         )
+        return scheduled, copies
 
     def _can_admit_first(self) -> bool:
         return self._next_to_start(self._num_blocks_promised(), others_run=True) is not None
@@ -251,8 +281,8 @@ class Batcher:
 
     def _next_to_start(
         self, promised: int, *, others_run: bool
-    ) -> tuple[SequenceState, list[BlockId]] | None:
-        """Return the sequence that starts next, and its cached blocks; None if it does not fit.
+    ) -> tuple[SequenceState, Prefix] | None:
+        """Return the sequence that starts next, and its cached prefix; None if it does not fit.
 
         Whoever waits for a prefix steps aside.
         """
@@ -260,11 +290,32 @@ class Batcher:
             matched = self.kv.match(sequence.keys, sequence.num_known)
             step_id = self._planner.next_step
             if not self.prefix_waits.park(sequence, len(matched), step_id, others_run=others_run):
-                return (sequence, matched) if self._fits(sequence, matched, promised) else None
+                prefix = self._prefix_that_fits(sequence, matched, promised)
+                return None if prefix is None else (sequence, prefix)
             heapq.heappop(self._waiting)
         return None
 
-    def _fits(self, sequence: SequenceState, matched: list[BlockId], promised: int) -> bool:
+    def _prefix_that_fits(
+        self, sequence: SequenceState, matched: list[BlockId], promised: int
+    ) -> Prefix | None:
+        """Return what a waiting sequence starts on; None where it cannot."""
+        if self.kv.partials is not None:
+            content = sequence.content(len(matched), sequence.num_known - 1)
+            partial = self.kv.match_partly(content)
+            # Its source is one block more to be held, until the step has finished.
+            if partial is not None and self._fits(
+                sequence, matched, promised, source=[partial.block_id]
+            ):
+                return Prefix(matched, partial)
+        return Prefix(matched, None) if self._fits(sequence, matched, promised) else None
+
+    def _fits(
+        self,
+        sequence: SequenceState,
+        matched: list[BlockId],
+        promised: int,
+        source: Sequence[BlockId] = (),
+    ) -> bool:
         """Return whether a waiting sequence can start on its cached blocks."""
         batch = self._batch
         if batch.num_open_rows < sequence.num_unborn + 1:
@@ -274,7 +325,7 @@ class Batcher:
         # Siblings that are to be born write a block each as well; alone, a group always starts.
         others = self.num_running + batch.num_reserved_rows
         return policy.can_admit(
-            num_blocks_needed=needed + self.kv.pool.num_cached_of(matched),
+            num_blocks_needed=needed + self.kv.pool.num_cached_of([*matched, *source]),
             num_blocks_available=self.kv.pool.num_available,
             num_blocks_promised=promised,
             num_running=others + sequence.num_unborn if others else 0,
@@ -285,15 +336,15 @@ class Batcher:
             heapq.heappop(self._waiting)
         return self._waiting[0][1] if self._waiting else None
 
-    def _start(self, sequence: SequenceState, matched: list[BlockId], chunk: int) -> Row:
-        """Move the first waiting sequence to a row, on its matched blocks and room for a chunk."""
+    def _start(self, sequence: SequenceState, prefix: Prefix, chunk: int) -> Row:
+        """Move the first waiting sequence to a row, on its cached prefix and room for a chunk."""
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
-        num_computed = len(matched) * self.kv.block_size
-        sequence.table = self.kv.open(matched)
+        num_computed = prefix.num_tokens(self.kv.block_size)
+        sequence.table = self.kv.open(prefix.block_ids, prefix.partial)
         block_ids = self.kv.grow(sequence.table, num_computed + chunk)
         assert block_ids is not None, "admission counted them"
-        sequence.num_sealed = len(matched)
+        sequence.num_sealed = len(prefix.block_ids)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_computed
             self.num_queried_tokens += sequence.num_prompt

@@ -4,13 +4,16 @@ Every block is in exactly one state, and `num_free + num_held + num_cached == nu
 
     FREE    nobody holds it, its content means nothing
     HELD    at least one holder lists it; the count says how many
-    CACHED  nobody holds it, its content is sealed and can be matched; the next to be evicted
+    CACHED  nobody holds it, its content is sealed or frozen and can be matched
 
                  allocate                release (not sealed)
         FREE ----------------> HELD ----------------------------> FREE
                                 | ^
-           release (sealed)     v |  share
-                               CACHED --- allocate (evicts the oldest) ---> HELD
+           release (sealed,     v |  share
+                    frozen)    CACHED --- allocate (evicts the oldest) ---> HELD
+
+*Frozen* is a partly filled block whose leading slots can be copied. It is worth less than a block
+at most, so that all frozen ones are evicted before any sealed one.
 """
 
 import enum
@@ -21,6 +24,9 @@ from typing import NamedTuple
 
 from rayserve_paged.core.errors import LedgerError
 from rayserve_paged.core.ids import BlockId, LayerGroupId
+
+_SEALED = 1
+_FROZEN = 2
 
 FIRST_LAYER_GROUP = LayerGroupId(0)
 
@@ -71,9 +77,11 @@ class BlockPool:
         # A stack: the last is handed out next, so that warm blocks are reused first.
         self._free: list[BlockId] = [BlockId(b) for b in reversed(order)]
         self._counts = array("i", bytes(4 * num_blocks))
-        self._sealed = bytearray(num_blocks)
+        # What becomes of a block that nobody holds any more: FREE at 0, else CACHED.
+        self._kept = bytearray(num_blocks)
         # Least recently released first.
         self._cached: OrderedDict[BlockId, None] = OrderedDict()
+        self._frozen: OrderedDict[BlockId, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
@@ -83,17 +91,17 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """CACHED blocks."""
-        return len(self._cached)
+        return len(self._frozen) + len(self._cached)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can grant: FREE and CACHED."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._frozen) + len(self._cached)
 
     @property
     def num_held(self) -> int:
         """HELD blocks, each counted once however many hold it."""
-        return self.num_blocks - len(self._free) - len(self._cached)
+        return self.num_blocks - self.num_available
 
     @property
     def free_ids(self) -> tuple[BlockId, ...]:
@@ -103,21 +111,25 @@ class BlockPool:
     @property
     def cached_ids(self) -> tuple[BlockId, ...]:
         """CACHED blocks, the next to be evicted first."""
-        return tuple(self._cached)
+        return (*self._frozen, *self._cached)
 
     def count(self, block_id: BlockId) -> int:
         """Return how many holders list the block."""
         return self._counts[block_id]
 
     def is_sealed(self, block_id: BlockId) -> bool:
-        """Return whether the block is kept as CACHED when its last holder lets go."""
-        return bool(self._sealed[block_id])
+        """Return whether the block is full, and kept as CACHED when its last holder lets go."""
+        return self._kept[block_id] == _SEALED
+
+    def is_frozen(self, block_id: BlockId) -> bool:
+        """Return whether the block is not full, and kept as CACHED all the same."""
+        return self._kept[block_id] == _FROZEN
 
     def state(self, block_id: BlockId) -> BlockState:
         """Return the state of one block."""
         if self._counts[block_id]:
             return BlockState.HELD
-        return BlockState.CACHED if block_id in self._cached else BlockState.FREE
+        return BlockState.CACHED if self._kept[block_id] else BlockState.FREE
 
     def num_cached_of(self, block_ids: Iterable[BlockId]) -> int:
         """Return how many of these would stop being available if they were shared."""
@@ -125,7 +137,8 @@ class BlockPool:
         return sum(not counts[block_id] for block_id in block_ids)
 
     def allocate(self, num_blocks: int) -> Allocation | None:
-        """Hand out blocks: FREE ones first, then CACHED ones, the longest unused first.
+        """Hand out blocks: FREE ones first, then CACHED ones, the frozen before the sealed, and the
+        longest unused first.
 
         Returns:
             The blocks, or None (and nothing changed) where fewer are available.
@@ -138,8 +151,8 @@ class BlockPool:
         block_ids.reverse()
         del self._free[len(self._free) - from_free :]
         for _ in range(num_blocks - from_free):
-            block_id, _none = self._cached.popitem(last=False)
-            self._sealed[block_id] = False
+            block_id, _none = (self._frozen or self._cached).popitem(last=False)
+            self._kept[block_id] = 0
             evicted.append(block_id)
         block_ids += evicted
         for block_id in block_ids:
@@ -154,9 +167,9 @@ class BlockPool:
         """
         for block_id in block_ids:
             if not self._counts[block_id]:
-                if block_id not in self._cached:
+                if not self._kept[block_id]:
                     raise LedgerError(f"block {block_id} is FREE and cannot be shared", block_id)
-                del self._cached[block_id]
+                del self._list_of(block_id)[block_id]
             self._counts[block_id] += 1
 
     def seal(self, block_id: BlockId) -> None:
@@ -167,14 +180,28 @@ class BlockPool:
         """
         if not self._counts[block_id]:
             raise LedgerError(f"block {block_id} is not HELD and cannot be sealed", block_id)
-        self._sealed[block_id] = True
+        self._kept[block_id] = _SEALED
+
+    def freeze(self, block_id: BlockId) -> None:
+        """Keep this HELD block, which is not full, as CACHED once its last holder lets go.
+
+        Raises:
+            LedgerError: The block is not HELD.
+        """
+        if not self._counts[block_id]:
+            raise LedgerError(f"block {block_id} is not HELD and cannot be frozen", block_id)
+        self._kept[block_id] = _FROZEN
 
     def unseal(self, block_id: BlockId) -> None:
         """Forget that the block's content can be matched; a CACHED one becomes FREE."""
-        self._sealed[block_id] = False
-        if block_id in self._cached:
-            del self._cached[block_id]
+        if self._kept[block_id] and not self._counts[block_id]:
+            del self._list_of(block_id)[block_id]
             self._free.append(block_id)
+        self._kept[block_id] = 0
+
+    def _list_of(self, block_id: BlockId) -> OrderedDict[BlockId, None]:
+        """Return the CACHED blocks among which a kept one is when nobody holds it."""
+        return self._frozen if self._kept[block_id] == _FROZEN else self._cached
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
         """Take one holder from each block, the last in the sequence first.
@@ -191,7 +218,7 @@ class BlockPool:
                 raise LedgerError(f"block {block_id} is released and nobody holds it", block_id)
             self._counts[block_id] = count - 1
             if count == 1:
-                if self._sealed[block_id]:
-                    self._cached[block_id] = None
+                if self._kept[block_id]:
+                    self._list_of(block_id)[block_id] = None
                 else:
                     self._free.append(block_id)

@@ -30,6 +30,10 @@ class CacheConfig(_Section):
     memory: ByteSize | None = None
     """Bytes of KV cache per rank, such as "512MiB"; None for a default by device."""
 
+    partial_reuse: bool = False
+    """Copy the common slots of a cached block where a prompt diverges inside it, and keep the last,
+    partly filled blocks of finished sequences for that."""
+
     @model_validator(mode="after")
     def _one_size(self) -> Self:
         if self.num_blocks is not None and self.memory is not None:

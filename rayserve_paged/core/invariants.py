@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from rayserve_paged.core.batcher import Batcher
+from rayserve_paged.core.block_identity import extend_chain
 from rayserve_paged.core.block_pool import BlockPool, BlockState
 from rayserve_paged.core.errors import LedgerError
 from rayserve_paged.core.ids import BlockId
+from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.prefix_index import PrefixIndex
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.sequence import Phase, SequenceState
@@ -68,7 +70,48 @@ def check_index(pool: BlockPool, index: PrefixIndex) -> None:
         keyed.add(block_id)
     _require(len(keyed) == len(index), "two keys name one block")
     for block_id in pool.cached_ids:
-        _require(block_id in keyed, f"block {block_id} is CACHED and has no key")
+        known = block_id in keyed or pool.is_frozen(block_id)
+        _require(known, f"block {block_id} is CACHED, has no key and is not frozen")
+
+
+def check_partials(kv: KVManager, copy_sources: Iterable[Iterable[BlockId]] = ()) -> None:
+    """Check that blocks whose slots can be copied are sealed or frozen, and found both ways.
+
+    Args:
+        kv: The manager.
+        copy_sources: The blocks that each step in flight holds, once for each copy.
+
+    Raises:
+        LedgerError: The first disagreement.
+    """
+    pool, partials = kv.pool, kv.partials
+    sources = Counter(block_id for block_ids in copy_sources for block_id in block_ids)
+    frozen = {
+        block_id for block_id in map(BlockId, range(pool.num_blocks)) if pool.is_frozen(block_id)
+    }
+    if partials is None:
+        _require(not frozen, "blocks are frozen without partial reuse")
+        return
+    contents = dict(partials.items())
+    _require(frozen <= contents.keys(), "a frozen block cannot be found")
+    for block_id, content in contents.items():
+        _require(block_id in partials, f"block {block_id} is found and not noted")
+        num_tokens = len(content.token_ids)
+        best = partials.find(content)
+        _require(
+            best is not None and best == (block_id, num_tokens),
+            f"block {block_id} is not what is found for what it holds",
+        )
+        key = kv.index.key_of(block_id)
+        if block_id in frozen:
+            _require(key is None, f"block {block_id} is frozen and has a key")
+            _require(0 < num_tokens < kv.block_size, f"block {block_id} is frozen and full")
+            held = pool.count(block_id)
+            _require(held == sources[block_id], f"block {block_id} is frozen and in a table")
+        else:
+            _require(key is not None, f"block {block_id} can be copied and is not kept")
+            chain = extend_chain(content.parent, content.token_ids, kv.block_size)
+            _require(chain in ([], [key]), f"block {block_id} has other tokens than its key")
 
 
 def check(replica: Replica) -> None:
@@ -82,6 +125,7 @@ def check(replica: Replica) -> None:
     tables = [sequence.table.block_ids for sequence in holders]
     check_pool(pool, tables, batcher.copy_sources)
     check_index(pool, replica.kv.index)
+    check_partials(replica.kv, batcher.copy_sources)
     rows = [sequence.row for sequence in holders]
     _require(None not in rows and len(set(rows)) == len(rows), f"rows overlap: {rows}")
     for sequence in batcher.waiting:

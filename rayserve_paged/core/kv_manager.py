@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockId, BlockKey
+from rayserve_paged.core.partial_index import BlockContent, PartialIndex, PartialMatch
 from rayserve_paged.core.prefix_index import PrefixIndex
 
 
@@ -19,10 +20,12 @@ class KVManager:
     Args:
         pool: The physical blocks.
         block_size: Slots per block.
+        partial_reuse: Whether leading slots of blocks are found as well, for a copy.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, *, partial_reuse: bool = False) -> None:
         self.pool = pool
+        self.partials = PartialIndex(pool.num_blocks, block_size) if partial_reuse else None
         self.index = PrefixIndex()
         self.block_size = block_size
 
@@ -37,9 +40,25 @@ class KVManager:
         limit = max(0, num_tokens - 1) // self.block_size
         return self.index.match(keys[:limit])
 
-    def open(self, matched: Sequence[BlockId]) -> BlockTable:
-        """Begin a table on matched blocks, which are held from now on."""
+    def match_partly(self, content: BlockContent) -> PartialMatch | None:
+        """Return the block of which most leading slots serve a sequence; changes nothing.
+
+        Args:
+            content: What the sequence needs behind its matched blocks, its last token excluded.
+        """
+        return self.partials.find(content) if self.partials else None
+
+    def open(self, matched: Sequence[BlockId], partial: PartialMatch | None = None) -> BlockTable:
+        """Begin a table on matched blocks, which are held from now on.
+
+        Args:
+            matched: The blocks.
+            partial: Held as well, on behalf of the caller, which releases it once its slots have
+                been copied to the next block of the table.
+        """
         self.pool.share(matched)
+        if partial is not None:
+            self.pool.share([partial.block_id])
         return BlockTable(self.block_size, matched)
 
     def grow(self, table: BlockTable, num_tokens: int) -> list[BlockId] | None:
@@ -51,7 +70,7 @@ class KVManager:
         allocation = self.pool.allocate(table.num_missing(num_tokens))
         if allocation is None:
             return None
-        self.index.remove(allocation.evicted)
+        self._forget(allocation.evicted)
         table.append(allocation.block_ids)
         return allocation.block_ids
 
@@ -72,18 +91,44 @@ class KVManager:
         allocation = self.pool.allocate(1)
         if allocation is None:
             return None
-        self.index.remove(allocation.evicted)
+        self._forget(allocation.evicted)
         old, new = table.block_ids[block_index], allocation.block_ids[0]
         table.block_ids[block_index] = new
         return old, new
 
-    def seal(self, block_id: BlockId, key: BlockKey) -> None:
-        """Publish a full block whose KV a finished step has computed."""
-        if self.index.publish(key, block_id):
-            self.pool.seal(block_id)
+    def seal(self, block_id: BlockId, key: BlockKey, content: BlockContent | None = None) -> None:
+        """Publish a full block whose KV a finished step has computed.
+
+        Args:
+            block_id: The block.
+            key: Of its content.
+            content: Given with partial reuse.
+        """
+        if not self.index.publish(key, block_id):
+            return
+        self.pool.seal(block_id)
+        if self.partials is None or content is None or block_id in self.partials:
+            return
+        if content.token_ids:
+            self._thaw(self.partials.add(block_id, content))
+
+    def freeze(self, block_id: BlockId, content: BlockContent) -> None:
+        """Keep the leading slots of a block that is not full, and that nobody will write again.
+
+        Args:
+            block_id: A block of a table that is about to be closed.
+            content: What finished steps have computed of it, at least one token.
+        """
+        # One that others hold is written by them, or belongs to them to freeze.
+        if self.partials is None or self.pool.count(block_id) > 1:
+            return
+        covered = self.partials.add(block_id, content)
+        if covered != block_id:
+            self.pool.freeze(block_id)
+            self._thaw(covered)
 
     def close(self, table: BlockTable) -> None:
-        """Let go of all blocks of a table; sealed ones stay cached."""
+        """Let go of all blocks of a table; sealed and frozen ones stay cached."""
         self.pool.release(table.block_ids)
         table.block_ids = []
 
@@ -93,7 +138,18 @@ class KVManager:
         Blocks that others hold were matched before, computed by them or for them, and stay.
         """
         private = [block_id for block_id in table.block_ids if self.pool.count(block_id) == 1]
-        self.index.remove(private)
+        self._forget(private)
         for block_id in private:
             self.pool.unseal(block_id)
         self.close(table)
+
+    def _thaw(self, covered: BlockId | None) -> None:
+        """Keep a frozen block no longer that holds nothing which another one does not."""
+        if covered is not None and self.pool.is_frozen(covered):
+            self.pool.unseal(covered)
+
+    def _forget(self, block_ids: list[BlockId]) -> None:
+        """Match these blocks no more."""
+        self.index.remove(block_ids)
+        if self.partials is not None:
+            self.partials.remove(block_ids)

@@ -46,6 +46,7 @@ class Replica:
         scope: Identity of its KV, the root of every key.
         batch: Bounds on one step.
         timeouts: Leases of its consumers.
+        partial_reuse: Whether leading slots of blocks are reused by copy.
     """
 
     def __init__(
@@ -56,12 +57,16 @@ class Replica:
         scope: BlockScope,
         batch: BatchConfig,
         timeouts: TimeoutConfig,
+        *,
+        partial_reuse: bool = False,
     ) -> None:
         self.replica_id = replica_id
         self.incarnation = incarnation
         self.limits = limits
         self.scope = scope
-        self.kv = KVManager(BlockPool(limits.num_blocks), limits.block_size)
+        self.kv = KVManager(
+            BlockPool(limits.num_blocks), limits.block_size, partial_reuse=partial_reuse
+        )
         self.batcher = Batcher(
             self.kv,
             batch.max_num_seqs,

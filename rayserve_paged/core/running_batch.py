@@ -255,11 +255,22 @@ class RunningBatch:
         if discard:
             self.kv.discard(sequence.table)
         else:
+            if self.kv.partials is not None:
+                self._freeze_tail(sequence)
             self.kv.close(sequence.table)
         self._sequences[row] = None
         self._names[row] = None
         self._free_rows.append(row)
         sequence.row = None
+
+    def _freeze_tail(self, sequence: SequenceState) -> None:
+        """Keep what a sequence has computed of its last block."""
+        index, block_size = sequence.num_sealed, self.block_size
+        # A step after its last one may have computed a token that was dropped.
+        end = min(int(self.computed[sequence.row]), sequence.num_known)
+        content = sequence.content(index, min(end, (index + 1) * block_size - 1))
+        if content.token_ids:
+            self.kv.freeze(sequence.table.block_ids[index], content)
 
     # --- forks ----------------------------------------------------------------------------
 

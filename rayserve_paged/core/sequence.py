@@ -8,6 +8,7 @@ from rayserve_paged.core.block_identity import extend_chain
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockKey, ConsumerId, Row, StepId
 from rayserve_paged.core.messages import StreamName
+from rayserve_paged.core.partial_index import BlockContent
 from rayserve_paged.core.request import FinishReason, Request
 
 
@@ -139,6 +140,21 @@ class SequenceState:
             tokens = self.tokens[start : (block_index + 1) * block_size]
             self.keys += extend_chain(parent, tokens, block_size, attachments, start)
         return self.keys[block_index]
+
+    def content(self, block_index: int, end: int) -> BlockContent:
+        """Return what a block holds of the known tokens before `end`, for partial reuse.
+
+        It ends before the first token with attached content: the same token stands for something
+        else there in another sequence, and only a whole block's key tells which.
+        """
+        start = block_index * self.table.block_size
+        end = min(end, start + self.table.block_size)
+        for attachment in self.request.attachments:
+            if attachment.offset + attachment.num_tokens > start:
+                end = min(end, max(start, attachment.offset))
+                break
+        parent = self.key(block_index - 1) if block_index else self.root
+        return BlockContent(parent, self.tokens[start:end])
 
     def finish_reason(self, token_id: int) -> FinishReason | None:
         """Return why the sequence ends with this token, which it already knows; None if not."""

@@ -71,14 +71,15 @@ class StepCommit:
         if num_run > 1 and self._is_undisturbed():
             self._take_in_at_once()
             return self._committed
+        if self._flight.held:
+            # First, so that what was copied is let go before what precedes it in a chain.
+            batch.kv.pool.release(self._flight.held)
         for step, token_ids in enumerate(result.token_ids):
             batch.computed[plan.rows] += plan.num_tokens if step == 0 else 1
             if step == num_run - 1 and result.errors:
                 self._fail_rows(result.errors)
             self._seal(plan.rows)
             self._take_in(token_ids, ended_before=step > 0)
-        if self._flight.held:
-            batch.kv.pool.release(self._flight.held)
         if batch.retiring:
             batch.free_retired()
         return self._committed
@@ -115,7 +116,10 @@ class StepCommit:
             batch.sync(sequence)
             num_full = int(batch.computed[row]) // batch.block_size
             for block_index in range(sequence.num_sealed, num_full):
-                batch.kv.seal(sequence.table.block_ids[block_index], sequence.key(block_index))
+                key, content = sequence.key(block_index), None
+                if batch.kv.partials is not None:
+                    content = sequence.content(block_index, sequence.num_known)
+                batch.kv.seal(sequence.table.block_ids[block_index], key, content)
             sequence.num_sealed = num_full
             batch.next_seal[row] = (num_full + 1) * batch.block_size
             batch.prefix_waits.advance(sequence)

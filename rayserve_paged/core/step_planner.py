@@ -22,6 +22,18 @@ Scheduled = tuple[IntArray, IntArray, BoolArray]
 """Rows, how many tokens each computes, and whether its last one samples."""
 
 
+Copied = tuple[IntArray, list[BlockId]]
+"""int32 [num_copies, 3] as in StepPlan, and the sources, each held once more for it."""
+
+
+def add_copies(copied: Copied, more: list[tuple[BlockId, BlockId, int]]) -> Copied:
+    """Return copies with further ones, whose sources are held already."""
+    if not more:
+        return copied
+    copies = np.concatenate([copied[0], np.array(more, np.int32)])
+    return copies, [*copied[1], *(source for source, _target, _num_slots in more)]
+
+
 class StepPlanner:
     """Makes the plans of a running batch.
 
@@ -88,7 +100,7 @@ class StepPlanner:
         self,
         scheduled: Scheduled,
         appended: tuple[IntArray, IntArray],
-        copied: tuple[IntArray, list[BlockId]],
+        copied: Copied,
         max_steps: int,
     ) -> StepPlan:
         """Put a step in flight.
@@ -286,7 +298,7 @@ class StepPlanner:
                 append_blocks += block_ids
         return np.array(append_rows, np.int32), np.array(append_blocks, np.int32)
 
-    def copy_tails(self, rows: IntArray) -> tuple[IntArray, list[BlockId]]:
+    def copy_tails(self, rows: IntArray) -> Copied:
         """Give forked rows that write now a tail block of their own: copy-on-write.
 
         Returns:

@@ -154,6 +154,7 @@ class ReplicaDriver:
         pipeline_depth: Steps in flight.
         max_decode_steps: Steps of one plan.
         max_prefix_wait_steps: Steps that a request waits for a prefix in flight.
+        partial_reuse: Whether leading slots are copied.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class ReplicaDriver:
         pipeline_depth: int = 1,
         max_decode_steps: int = 1,
         max_prefix_wait_steps: int = 64,
+        partial_reuse: bool = False,
     ) -> None:
         limits = dataclasses.replace(limits, max_num_seqs=max_num_seqs)
         self.limits = limits
@@ -179,7 +181,15 @@ class ReplicaDriver:
             max_prefix_wait_steps=max_prefix_wait_steps,
         )
         self.incarnation = Incarnation(incarnation)
-        self.replica = Replica(replica_id, self.incarnation, limits, self.scope, batch, TIMEOUTS)
+        self.replica = Replica(
+            replica_id,
+            self.incarnation,
+            limits,
+            self.scope,
+            batch,
+            TIMEOUTS,
+            partial_reuse=partial_reuse,
+        )
         self.rank = FingerprintRank(limits, poison)
         self.now = 0.0
         self.plans: deque[StepPlan] = deque()

@@ -93,6 +93,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         pipeline_depth=st.sampled_from([2, 1]),
         max_decode_steps=st.sampled_from([1, 8, 3]),
         max_prefix_wait_steps=st.sampled_from([64, 2, 0, 1]),
+        partial_reuse=st.booleans(),
         interruptions=st.sampled_from([0.0, 0.3]),
     )
     def start(
@@ -104,6 +105,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         pipeline_depth: int,
         max_decode_steps: int,
         max_prefix_wait_steps: int,
+        partial_reuse: bool,
         interruptions: float,
     ) -> None:
         self.limits = make_limits(
@@ -121,6 +123,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             pipeline_depth=pipeline_depth,
             max_decode_steps=max_decode_steps,
             max_prefix_wait_steps=max_prefix_wait_steps,
+            partial_reuse=partial_reuse,
         )
         draw = random.Random(0)
         self.interrupt = lambda: draw.random() < interruptions

@@ -19,6 +19,7 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
         pipeline_depth=draw.choice([1, 2]),
         max_decode_steps=draw.choice([1, 3, 8]),
         max_prefix_wait_steps=draw.choice([0, 1, 3, 64]),
+        partial_reuse=draw.random() < 0.6,
         interruptions=draw.choice([0.0, 0.3]),
     )
 
