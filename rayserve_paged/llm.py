@@ -45,12 +45,16 @@ class LLM:
         block_size: Slots per block; 16 by default.
         num_blocks: Blocks of each rank's pool, or
         cache_memory: bytes of it, as a number or as text such as "512MiB".
+        partial_reuse: Copy the common slots of a cached block where a prompt diverges inside it,
+            and keep the last, partly filled blocks of finished requests for that.
         dtype: Of weights and KV: "fp32" (the default), "bf16" or "fp16".
         max_model_len: Most prompt and output tokens; the model's own limit by default.
         max_num_seqs: Sequences that run at once.
         max_num_batched_tokens: Tokens of one step; longer prompts are computed in chunks.
         pipeline_depth: Steps in flight: at 2 the next is planned while one runs.
         max_decode_steps: Steps that one plan may run where nothing can come in between.
+        max_prefix_wait_steps: Steps that a request waits at most while a running one computes
+            its next prompt block; 0 to compute it twice instead.
         name: Of the deployment, unique on its cluster.
         shell: "ray" for actors on a Ray cluster, "inprocess" for threads of this process.
         address: Ray cluster to join, "auto" for this machine's; None to start one.
@@ -70,12 +74,14 @@ class LLM:
         block_size: int | None = None,
         num_blocks: int | None = None,
         cache_memory: int | str | None = None,
+        partial_reuse: bool | None = None,
         dtype: Dtype | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         pipeline_depth: int | None = None,
         max_decode_steps: int | None = None,
+        max_prefix_wait_steps: int | None = None,
         name: str | None = None,
         shell: str = "ray",
         address: str | None = None,
@@ -89,10 +95,12 @@ class LLM:
             "cache.block_size": block_size,
             "cache.num_blocks": num_blocks,
             "cache.memory": cache_memory,
+            "cache.partial_reuse": partial_reuse,
             "batch.max_num_seqs": max_num_seqs,
             "batch.max_num_batched_tokens": max_num_batched_tokens,
             "batch.pipeline_depth": pipeline_depth,
             "batch.max_decode_steps": max_decode_steps,
+            "batch.max_prefix_wait_steps": max_prefix_wait_steps,
             "parallel.tensor_parallel_size": tensor_parallel_size,
             "parallel.num_replicas": num_replicas,
         }

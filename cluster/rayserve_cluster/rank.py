@@ -129,7 +129,13 @@ def host_replica(
         record: As `ReplicaHost`.
     """
     replica = Replica(
-        replica_id, incarnation, rank.limits, rank.scope, config.batch, config.timeouts
+        replica_id,
+        incarnation,
+        rank.limits,
+        rank.scope,
+        config.batch,
+        config.timeouts,
+        partial_reuse=config.cache.partial_reuse,
     )
     return ReplicaHost(
         replica,

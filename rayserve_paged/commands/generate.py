@@ -81,6 +81,9 @@ _Dtype = Annotated[str | None, _deployment("fp32 (the default), bf16 or fp16.")]
 _BlockSize = Annotated[int | None, _deployment("Slots per block (16).")]
 _NumBlocks = Annotated[int | None, _deployment("Blocks of each rank's pool.")]
 _CacheMemory = Annotated[str | None, _deployment("Size of each rank's pool, such as 512MiB.")]
+_PartialReuse = Annotated[
+    bool, _deployment("Reuse leading slots of cached blocks as well.", "--partial-reuse")
+]
 _MaxModelLen = Annotated[
     int | None, _deployment("Most prompt and output tokens (the model's own limit).")
 ]
@@ -90,6 +93,9 @@ _PipelineDepth = Annotated[
     int | None, _deployment("Steps in flight; at 2 one is planned while one runs (1).")
 ]
 _MaxDecodeSteps = Annotated[int | None, _deployment("Steps that one plan may run (1).")]
+_MaxPrefixWaitSteps = Annotated[
+    int | None, _deployment("Steps that a request waits for a prefix in flight (64).")
+]
 _Name = Annotated[str | None, _deployment("Its name on the cluster (default).")]
 _Shell = Annotated[
     str, _deployment("ray: actors on a cluster; inprocess: threads of this process.")
@@ -129,11 +135,13 @@ def generate(
     block_size: _BlockSize = None,
     num_blocks: _NumBlocks = None,
     cache_memory: _CacheMemory = None,
+    partial_reuse: _PartialReuse = False,
     max_model_len: _MaxModelLen = None,
     max_num_seqs: _MaxNumSeqs = None,
     max_num_batched_tokens: _MaxNumBatchedTokens = None,
     pipeline_depth: _PipelineDepth = None,
     max_decode_steps: _MaxDecodeSteps = None,
+    max_prefix_wait_steps: _MaxPrefixWaitSteps = None,
     name: _Name = None,
     shell: _Shell = "ray",
     address: _Address = None,
@@ -167,10 +175,12 @@ def generate(
         "cache.block_size": block_size,
         "cache.num_blocks": num_blocks,
         "cache.memory": cache_memory,
+        "cache.partial_reuse": partial_reuse or None,
         "batch.max_num_seqs": max_num_seqs,
         "batch.max_num_batched_tokens": max_num_batched_tokens,
         "batch.pipeline_depth": pipeline_depth,
         "batch.max_decode_steps": max_decode_steps,
+        "batch.max_prefix_wait_steps": max_prefix_wait_steps,
         "parallel.tensor_parallel_size": tp,
         "parallel.num_replicas": replicas,
     }

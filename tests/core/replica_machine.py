@@ -23,7 +23,7 @@ from replica_driver import (
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
-from rayserve_paged.core.ids import Attempt, BlockKey
+from rayserve_paged.core.ids import Attempt, BlockKey, RequestId
 from rayserve_paged.core.messages import AnswerPoll, AssignRequest, FenceReplica, StepFailed
 from rayserve_paged.core.outbox import LEASES_TO_REMEMBER
 from rayserve_paged.core.request import FinishReason, Request, admit
@@ -31,7 +31,11 @@ from rayserve_paged.core.request import FinishReason, Request, admit
 LEASE_S = TIMEOUTS.consumer_lease_s
 CONSUMERS = ("c0", "c1")
 # Prompts are cut from these, so that they share prefixes of every length.
-STORIES = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [3, 1, 4, 1, 7, 7, 7, 7, 7, 7, 7, 7])
+STORIES = (
+    [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8],
+    [3, 1, 4, 1, 7, 7, 7, 7, 7, 7, 7, 7],
+    [3, 1, 4, 1, 5, 9, 2, 7, 7, 7, 7, 7],
+)
 
 
 # What tells equal tokens apart.
@@ -172,19 +176,54 @@ class ReplicaMachine(RuleBasedStateMachine):
             )
             request = dataclasses.replace(request, **IDENTITIES[identity])
             self.num_submitted += 1
-            if num_samples > self.limits.max_num_seqs:
-                with pytest.raises(InvalidInputError, match="sequences that run at once"):
-                    admit(request, self.limits)
-                return
-            num_blocks = -(-(num_prompt + max_tokens - 1) // self.limits.block_size)
-            if num_blocks > self.limits.num_blocks:
-                with pytest.raises(CapacityError) as refused:
-                    admit(request, self.limits)
-                assert refused.value.num_blocks_needed == num_blocks
+            if not self.is_admitted(request):
                 return
             if poison is not None and poison[1] is not None and poison[1] >= num_samples:
                 poison = None
             self.open(request, poison)
+
+    def is_admitted(self, request: Request) -> bool:
+        """Return whether a request can run here; check how it is refused where it cannot."""
+        params, limits = request.params, self.limits
+        assert params.max_tokens is not None
+        if params.n > limits.max_num_seqs:
+            with pytest.raises(InvalidInputError, match="sequences that run at once"):
+                admit(request, limits)
+            return False
+        num_tokens = len(request.prompt_token_ids) + params.max_tokens - 1
+        num_blocks = -(-num_tokens // limits.block_size)
+        if num_blocks > limits.num_blocks:
+            with pytest.raises(CapacityError) as refused:
+                admit(request, limits)
+            assert refused.value.num_blocks_needed == num_blocks
+            return False
+        return True
+
+    @precondition(lambda self: self.tracked)
+    @rule(
+        pick=st.integers(0, 99),
+        num_outputs=st.sampled_from([12, 5, 2, 1]),
+        more=st.lists(st.integers(0, 30), min_size=1, max_size=3),
+        max_tokens=st.sampled_from([3, 6, 1]),
+    )
+    def take_another_turn(
+        self, pick: int, num_outputs: int, more: list[int], max_tokens: int
+    ) -> None:
+        """Ask on from an answer, whether all of it has been given or not."""
+        tracked = self.tracked[pick % len(self.tracked)]
+        expected, _stream = tracked.samples[pick % len(tracked.samples)]
+        prompt = (*tracked.request.prompt_token_ids, *expected.token_ids[:num_outputs], *more)
+        request = dataclasses.replace(
+            tracked.request,
+            request_id=RequestId(f"q{self.num_submitted}"),
+            attempt=Attempt(0),
+            prompt_token_ids=prompt,
+            params=dataclasses.replace(tracked.request.params, max_tokens=max_tokens),
+        )
+        self.num_submitted += 1
+        if self.is_admitted(request):
+            # Poison goes by the seed, which the two share.
+            self.open(request, tracked.poison)
 
     def open(self, request: Request, poison: tuple[int, int | None] | None) -> None:
         assert request.params.seed is not None

@@ -39,6 +39,13 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
         if machine.tracked:
             machine.submit_under_a_name_that_was_used(draw.randint(0, 999))
 
+    def take_another_turn() -> None:
+        if machine.tracked:
+            more = draw.choices(range(31), k=draw.randint(1, 3))
+            machine.take_another_turn(
+                draw.randint(0, 999), draw.randint(1, 12), more, draw.randint(1, 6)
+            )
+
     def touch_a_live_one() -> None:
         if machine.live():
             pick = draw.randint(0, 99)
@@ -61,8 +68,8 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
         machine.step(draw.choice(["read", "late", "lost"]), draw.randint(1, 6))
 
     for _ in range(num_operations):
-        actions = [submit, submit_again, touch_a_live_one, read, wait, step]
-        draw.choices(actions, [6, 2, 3, 10, 6, 16])[0]()
+        actions = [submit, submit_again, take_another_turn, touch_a_live_one, read, wait, step]
+        draw.choices(actions, [6, 2, 3, 3, 10, 6, 16])[0]()
         machine.every_stream_is_a_prefix_of_the_oracles()
         machine.work_is_never_left_without_a_step()
         machine.all_figures_add_up()
