@@ -1,0 +1,46 @@
+"""A batcher and its blocks under any order of operations, beside plain lists of tokens."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from ledger_machine import REPLAY, LedgerMachine, walk
+
+OPERATIONS_OF_A_WALK = 1000
+
+
+def walk_all(seeds: range) -> tuple[Counter[str], Counter[str]]:
+    """Walk once for each seed; return all operations and what they brought about."""
+    operations: Counter[str] = Counter()
+    events: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            machine = walk(seed, OPERATIONS_OF_A_WALK)
+        except BaseException:
+            print(REPLAY.format(seed=seed, num_operations=OPERATIONS_OF_A_WALK))
+            raise
+        operations += machine.operations
+        events += machine.events
+    return operations, events
+
+
+@pytest.mark.parametrize("first", range(0, 20, 5))
+def test_five_thousand_random_operations_break_nothing(first: int) -> None:
+    operations, events = walk_all(range(first, first + 5))
+    assert operations.total() >= 5000
+    for name in ("submit", "chunk", "append", "fork", "cancel", "preempt", "evict"):
+        assert operations[name] >= 10, f"hardly any {name} among {operations}"
+    for name in ("preempted", "resumed", "hit tokens", "evicted", "failed", "copied"):
+        assert events[name] >= 10, f"hardly any were {name}: {events}"
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(0)
+def test_a_million_random_operations_break_nothing() -> None:
+    operations, events = walk_all(range(1000, 2000))
+    print(f"\n{operations.total():,} operations: {dict(operations)}\nthat brought: {dict(events)}")
+    assert operations.total() >= 1_000_000
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
+TestLedgerMachine = LedgerMachine.TestCase
