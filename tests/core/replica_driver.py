@@ -121,7 +121,7 @@ class Reader:
     def open(self, request: Request) -> Stream:
         self.consumer.open(request)
         stream = self.streams[request.request_id] = Stream()
-        for sibling in range(1, request.params.n):
+        for sibling in range(1, request.params.num_siblings):
             self.siblings[request.request_id, sibling] = Stream()
         return stream
 
