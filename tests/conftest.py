@@ -9,6 +9,12 @@ import pytest
 _FOLDERS = ("core", "", "gpu_kernels", "model", "faults", "cluster", "e2e")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile(
+    "no-shrinking",
+    derandomize=True,
+    deadline=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+)
 hypothesis.settings.load_profile("repeatable")
 
 

@@ -1,0 +1,28 @@
+"""Places where a rule changes nothing that anyone could see, each with the reason."""
+
+from fnmatch import fnmatch
+from typing import NamedTuple
+
+from faults import Fault
+
+
+class Equivalent(NamedTuple):
+    """Faults that are none.
+
+    Args:
+        name: Pattern of their names, without the number.
+        before: What stands in the place.
+        reason: Why nothing changes.
+    """
+
+    name: str
+    before: str
+    reason: str
+
+    def covers(self, fault: Fault) -> bool:
+        """Return whether a fault is one of these."""
+        name = fault.name.rpartition(":")[0]
+        return fnmatch(name, self.name) and fault.before == self.before
+
+
+EQUIVALENTS: tuple[Equivalent, ...] = ()

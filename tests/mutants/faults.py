@@ -1,0 +1,163 @@
+"""Seeded faults: rules that rewrite one place of one named function in the core's own source.
+
+A rule looks at the syntax tree of a function and says which pieces of its text could be written
+wrongly. It applies to every function whose name it matches, whoever adds that function.
+"""
+
+import ast
+import dataclasses
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Edit(NamedTuple):
+    """A node of the tree, and the text to put in its place."""
+
+    node: ast.expr | ast.stmt
+    text: str
+
+
+class Source:
+    """Text of a module, and the text of its nodes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tree = ast.parse(text)
+        self._starts = [0]
+        for line in text.splitlines(keepends=True):
+            self._starts.append(self._starts[-1] + len(line.encode()))
+
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        """First and last offset of a node, in bytes."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        start = self._starts[node.lineno - 1] + node.col_offset
+        return start, self._starts[node.end_lineno - 1] + node.end_col_offset
+
+    def of(self, node: ast.expr | ast.stmt) -> str:
+        start, end = self.span(node)
+        return self.text.encode()[start:end].decode()
+
+    def replaced(self, edit: Edit) -> str:
+        start, end = self.span(edit.node)
+        encoded = self.text.encode()
+        return (encoded[:start] + edit.text.encode() + encoded[end:]).decode()
+
+    def functions(self) -> Iterator[tuple[str, ast.FunctionDef]]:
+        """Functions and methods with their qualified names."""
+        for node in self.tree.body:
+            if isinstance(node, ast.FunctionDef):
+                yield node.name, node
+            elif isinstance(node, ast.ClassDef):
+                for member in node.body:
+                    if isinstance(member, ast.FunctionDef):
+                        yield f"{node.name}.{member.name}", member
+
+
+Edits = Callable[[ast.FunctionDef, Source], Iterator[Edit]]
+"""Finds the places of a function that a rule applies to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A way to write a line wrongly.
+
+    Args:
+        name: Short, for reports.
+        fault: What it stands for.
+        functions: Regular expression over `module.Class.function`; searched, not matched whole.
+        edits: The places in a function and what to write there.
+    """
+
+    name: str
+    fault: str
+    functions: str
+    edits: Edits
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One place that is written wrongly.
+
+    Args:
+        name: `module.Class.function:rule:number`.
+        rule: Name of its rule.
+        path: Of the module, relative to the package's parent.
+        line: Line number.
+        before: What stands there.
+        after: What stands there instead.
+        text: The whole module with the fault.
+    """
+
+    name: str
+    rule: str
+    path: Path
+    line: int
+    before: str
+    after: str
+    text: str = dataclasses.field(repr=False)
+
+
+def nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """What a function does: without its signature, docstring, assertions and error messages."""
+    queue: list[ast.AST] = list(reversed(function.body))
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.Assert | ast.Raise):
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        yield node
+        children = ast.iter_child_nodes(node)
+        queue += reversed([c for c in children if c is not getattr(node, "annotation", None)])
+
+
+def faults_of(path: Path, package_parent: Path, rules: Sequence[Rule]) -> list[Fault]:
+    """Return every fault that the rules find in a module."""
+    source = Source((package_parent / path).read_text())
+    found: list[Fault] = []
+    for name, function in source.functions():
+        qualified = f"{path.stem}.{name}"
+        for rule in rules:
+            if not re.search(rule.functions, qualified):
+                continue
+            for number, edit in enumerate(rule.edits(function, source)):
+                found.append(
+                    Fault(
+                        name=f"{qualified}:{rule.name}:{number}",
+                        rule=rule.name,
+                        path=path,
+                        line=edit.node.lineno,
+                        before=" ".join(source.of(edit.node).split()),
+                        after=" ".join(edit.text.split()),
+                        text=source.replaced(edit),
+                    )
+                )
+    return found
+
+
+def choose(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
+    """Choose so many faults by a seed: the rules take turns, and so do a rule's functions."""
+    draw = random.Random(seed)
+    by_rule: dict[str, list[Fault]] = defaultdict(list)
+    for fault in faults:
+        by_rule[fault.rule].append(fault)
+    for of_rule in by_rule.values():
+        draw.shuffle(of_rule)
+        turns: dict[str, int] = defaultdict(int)
+        places = {}
+        for fault in of_rule:
+            function = fault.name.split(":")[0]
+            places[fault.name] = turns[function]
+            turns[function] += 1
+        of_rule.sort(key=lambda fault: places[fault.name])
+    chosen: list[Fault] = []
+    while len(chosen) < min(count, len(faults)):
+        for of_rule in by_rule.values():
+            if of_rule and len(chosen) < count:
+                chosen.append(of_rule.pop(0))
+    return chosen

@@ -1,0 +1,123 @@
+"""The mutator itself: what its rules write, what they find, and how it judges."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from equivalents import EQUIVALENTS
+from fault_rules import RULES
+from faults import choose, faults_of
+from mutation_choice import MODULES, all_faults, every_place
+from trials import ROOT
+
+SAMPLE = '''
+class Pool:
+    """A pool."""
+
+    def give(self, blocks: list[int], num_tokens: int) -> tuple[int, int]:
+        """Give."""
+        assert self.count >= 0
+        if num_tokens < self.limit:
+            self.count -= 1
+        self.index.remove(blocks)
+        self.pool.release(reversed(blocks))
+        first, last = blocks[0], -(-num_tokens // self.size)
+        return first, last
+'''
+
+# (rule, what stands there, what is written)
+EXPECTED = {
+    ("ignored-case", "num_tokens < self.limit", "False"),
+    ("always", "num_tokens < self.limit", "True"),
+    ("edge", "num_tokens < self.limit", "(num_tokens <= self.limit)"),
+    ("no-decrement", "self.count -= 1", "pass"),
+    ("wrong-sign", "self.count -= 1", "self.count += 1"),
+    ("keep-key", "self.index.remove(blocks)", "pass"),
+    ("forget-to-free", "self.pool.release(reversed(blocks))", "pass"),
+    (
+        "twice",
+        "self.pool.release(reversed(blocks))",
+        "self.pool.release(reversed(blocks)) self.pool.release(reversed(blocks))",
+    ),
+    ("other-order", "reversed(blocks)", "list(blocks)"),
+    ("other-end", "0", "-1"),
+    ("floor-for-ceil", "-(-num_tokens // self.size)", "(num_tokens // self.size)"),
+    ("half", "-num_tokens // self.size", "(-num_tokens)"),
+    (
+        "swapped",
+        "blocks[0], -(-num_tokens // self.size)",
+        "(-(-num_tokens // self.size), blocks[0])",
+    ),
+    ("swapped", "first, last", "(last, first)"),
+}
+
+
+def test_the_rules_find_every_place_of_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "block_pool.py").write_text(SAMPLE)
+    faults = faults_of(Path("block_pool.py"), tmp_path, RULES)
+    assert {(fault.rule, fault.before, fault.after) for fault in faults} == EXPECTED
+    assert {fault.name.split(":")[0] for fault in faults} == {"block_pool.Pool.give"}
+
+
+def test_a_fault_changes_its_own_place_alone(tmp_path: Path) -> None:
+    (tmp_path / "sample.py").write_text(SAMPLE)
+    (fault,) = [
+        fault
+        for fault in faults_of(Path("sample.py"), tmp_path, RULES)
+        if fault.rule == "no-decrement"
+    ]
+    assert fault.text == SAMPLE.replace("self.count -= 1", "pass")
+    assert fault.line == SAMPLE[: SAMPLE.index("self.count -=")].count("\n") + 1
+
+
+def test_every_fault_of_the_core_is_another_program() -> None:
+    faults = every_place()
+    assert len({fault.name for fault in faults}) == len(faults)
+    for fault in choose(faults, 90, seed=0):
+        right = ast.dump(ast.parse((ROOT / fault.path).read_text()))
+        assert ast.dump(ast.parse(fault.text)) != right, fault.name
+
+
+def test_every_rule_has_places_and_every_module_has_faults() -> None:
+    faults = all_faults()
+    assert {fault.rule for fault in faults} == {rule.name for rule in RULES}
+    assert {fault.path.stem for fault in faults} == set(MODULES)
+
+
+def test_a_choice_is_repeatable_and_takes_from_every_rule() -> None:
+    faults = all_faults()
+    chosen = choose(faults, 90, seed=3)
+    assert chosen == choose(faults, 90, seed=3)
+    assert chosen != choose(faults, 90, seed=4)
+    assert len({fault.name for fault in chosen}) == 90
+    assert {fault.rule for fault in chosen} == {rule.name for rule in RULES}
+    assert len(choose(faults, 10**6, seed=3)) == len(faults)
+
+
+def test_each_equivalent_names_a_place_that_is_still_there() -> None:
+    places = every_place()
+    stale = [each for each in EQUIVALENTS if not any(each.covers(fault) for fault in places)]
+    assert stale == []
+
+
+@pytest.mark.parametrize(
+    ("tests", "status", "verdict"),
+    [
+        ("test_kv_manager", 0, "caught by test_kv_manager.py::test_"),
+        ("test_block_table", 1, "SURVIVED kv_manager.KVManager.close:forget-to-free:0"),
+    ],
+)
+def test_a_fault_is_caught_by_a_test_that_fails_and_else_survives(
+    tests: str, status: int, verdict: str
+) -> None:
+    command = [sys.executable, str(ROOT / "tests/mutants"), "--tests", tests, "--only"]
+    done = subprocess.run(
+        [*command, "kv_manager.KVManager.close:forget-to-free:0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert verdict in done.stdout
