@@ -1,0 +1,234 @@
+"""A simulated cluster: the third shell, in which real state machines run on a virtual clock."""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from rayserve_paged.core.block_identity import BlockScope
+from rayserve_paged.core.config import BatchConfig, TimeoutConfig
+from rayserve_paged.core.consumer import Consumer
+from rayserve_paged.core.controller import Controller
+from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.messages import RegisterReplica
+from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.request import ModelLimits, Request, SamplingParams
+from rayserve_paged.sim.cost_model import CostModel
+from rayserve_paged.sim.engine import Engine
+from rayserve_paged.sim.histogram import LogHistogram
+from rayserve_paged.sim.hosts import ConsumerHost, ControllerHost, Record, ReplicaHost, Source
+from rayserve_paged.sim.network import Network, NetworkSpec, NodeId
+from rayserve_paged.sim.report import LoadLog, ReplicaColumns, RequestLog, SimReport
+from rayserve_paged.sim.requests import SimRequest
+from rayserve_paged.sim.token_streams import make_prompt
+
+_TIMEOUTS = TimeoutConfig()
+_NETWORK = NetworkSpec()
+_FIRST_LIFE = Incarnation(0)
+_SETTLE_S = 1.0
+"""How long the cluster runs on after the last request, so that the last reports come in."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """What a simulated cluster consists of.
+
+    Args:
+        num_replicas: Replicas; they are named r0, r1, ...
+        limits: What each replica can hold.
+        cost: How long a replica's steps take.
+        batch: Bounds on a step. A run of decode steps that nothing interrupts is one event up to
+            `max_decode_steps`; what comes of it is the same.
+        tensor_parallel_size: Ranks of a replica. Replicas fill the nodes one after the other, and
+            one that is wider than a node takes whole ones.
+        ranks_per_node: GPUs of a node.
+        timeouts: Leases.
+        network: How fast messages travel.
+        num_consumers: Processes that submit requests in turn and read the streams, each on a node
+            of its own.
+        load_interval_s: How often the load of a busy replica is taken down.
+
+    Raises:
+        InvalidInputError: A number below 1.
+    """
+
+    num_replicas: int
+    limits: ModelLimits
+    cost: CostModel
+    batch: BatchConfig
+    tensor_parallel_size: int = 1
+    ranks_per_node: int = 8
+    timeouts: TimeoutConfig = _TIMEOUTS
+    network: NetworkSpec = _NETWORK
+    num_consumers: int = 4
+    load_interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for field in ("num_replicas", "tensor_parallel_size", "ranks_per_node", "num_consumers"):
+            if getattr(self, field) < 1:
+                raise InvalidInputError(field, getattr(self, field), "at least 1")
+        if self.limits.max_num_seqs != self.batch.max_num_seqs:
+            accepted = f"batch.max_num_seqs={self.batch.max_num_seqs}"
+            raise InvalidInputError("limits.max_num_seqs", self.limits.max_num_seqs, accepted)
+
+
+class Cluster:
+    """One simulation.
+
+    Args:
+        spec: What the cluster consists of.
+        record: Called with each event of the controller and of each replica before it is handled:
+            the log of `core.event_log`, which fresh machines replay.
+    """
+
+    def __init__(self, spec: ClusterSpec, record: Record | None = None) -> None:
+        self.spec = spec
+        self.engine = Engine()
+        self.log = RequestLog()
+        self._loads = LoadLog(spec.load_interval_s)
+        self._gaps = LogHistogram()
+        self._num_arrived = 0
+        replica_nodes = self._replica_nodes()
+        num_gpu_nodes = max(replica_nodes) + math.ceil(
+            spec.tensor_parallel_size / spec.ranks_per_node
+        )
+        num_nodes = num_gpu_nodes + 1 + spec.num_consumers
+        self.network = Network(self.engine, spec.network, num_nodes)
+        self.controller = ControllerHost(
+            self.engine, self.network, NodeId(num_gpu_nodes), Controller(None), record
+        )
+        self._scope = BlockScope(
+            hashlib.sha256(repr(spec.limits).encode()).digest(),
+            "simulated",
+            "simulated",
+            "exact",
+            "absolute",
+            spec.limits.block_size,
+        )
+        self.replicas: dict[Source, ReplicaHost] = {}
+        for index, node in enumerate(replica_nodes):
+            host = self._replica_host(index, node, record)
+            self.replicas[host.source] = host
+        self.controller.replicas = self.replicas
+        self.consumers: list[ConsumerHost] = []
+        for index in range(spec.num_consumers):
+            consumer = Consumer(ConsumerId(f"c{index}"))
+            node = NodeId(num_gpu_nodes + 1 + index)
+            self.consumers.append(
+                ConsumerHost(
+                    self.engine,
+                    self.network,
+                    node,
+                    consumer,
+                    self.controller,
+                    self.replicas,
+                    self.log,
+                )
+            )
+        by_id: dict[str, ConsumerHost] = {
+            host.consumer.consumer_id: host for host in self.consumers
+        }
+        self.controller.consumers = by_id
+        for host in self.replicas.values():
+            host.consumers = by_id
+            self.controller.take(
+                RegisterReplica(*host.source, host.replica.limits, host.replica.scope)
+            )
+
+    def run(self, requests: Iterable[SimRequest]) -> SimReport:
+        """Serve these requests to their ends.
+
+        Args:
+            requests: In order of arrival; each is taken when the one before has arrived.
+
+        Raises:
+            ValueError: They are out of order.
+        """
+        arrivals = iter(requests)
+        self._await_next(arrivals)
+        self.engine.run_while(lambda: self.log.num_ended < self._num_arrived)
+        assert self.log.num_ended == self._num_arrived, "nothing happens and requests are open"
+        self.engine.run(self.engine.now + _SETTLE_S)
+        return self._report()
+
+    def _replica_nodes(self) -> list[NodeId]:
+        width, per_node = self.spec.tensor_parallel_size, self.spec.ranks_per_node
+        if width >= per_node:
+            stride = math.ceil(width / per_node)
+            return [NodeId(index * stride) for index in range(self.spec.num_replicas)]
+        fit = per_node // width
+        return [NodeId(index // fit) for index in range(self.spec.num_replicas)]
+
+    def _replica_host(self, index: int, node: NodeId, record: Record | None) -> ReplicaHost:
+        spec = self.spec
+        replica = Replica(
+            ReplicaId(f"r{index}"),
+            _FIRST_LIFE,
+            spec.limits,
+            self._scope,
+            spec.batch,
+            spec.timeouts,
+        )
+        host = ReplicaHost(
+            self.engine,
+            self.network,
+            node,
+            index,
+            replica,
+            spec.cost,
+            self._gaps,
+            self._loads,
+            record,
+        )
+        host.controller = self.controller
+        return host
+
+    # --- arrivals -------------------------------------------------------------------------
+
+    def _await_next(self, arrivals: Iterator[SimRequest]) -> None:
+        request = next(arrivals, None)
+        if request is not None:
+            self._num_arrived += 1
+            self.engine.at(request.arrival_s, self._arrive, request, arrivals)
+
+    def _arrive(self, request: SimRequest, arrivals: Iterator[SimRequest]) -> None:
+        number = self._num_arrived - 1
+        consumer = self.consumers[number % len(self.consumers)]
+        submitted = Request(
+            request_id=RequestId(f"q{number}"),
+            consumer_id=consumer.consumer.consumer_id,
+            attempt=Attempt(0),
+            prompt_token_ids=make_prompt(request.segments, self.spec.limits.vocab_size),
+            params=SamplingParams(
+                max_tokens=request.num_output_tokens, seed=request.seed, ignore_eos=True
+            ),
+        )
+        self._await_next(arrivals)
+        consumer.submit(submitted, number)
+
+    # --- what it was like -----------------------------------------------------------------
+
+    def _report(self) -> SimReport:
+        hosts = list(self.replicas.values())
+        batchers = [host.replica.batcher for host in hosts]
+        return SimReport(
+            requests=self.log.columns(),
+            errors=self.log.errors,
+            loads=self._loads.columns(),
+            replicas=ReplicaColumns(
+                np.array([host.executor.num_plans for host in hosts]),
+                np.array([host.executor.num_steps for host in hosts]),
+                np.array([host.executor.busy_s for host in hosts]),
+                np.array([batcher.num_queried_tokens for batcher in batchers]),
+                np.array([batcher.num_hit_tokens for batcher in batchers]),
+                np.array([batcher.num_preemptions for batcher in batchers]),
+            ),
+            token_gaps_s=self._gaps,
+            end_s=self.log.last_end_s,
+            num_events=self.engine.num_events,
+            num_network_bytes=self.network.num_bytes,
+        )

@@ -1,0 +1,167 @@
+"""Runs the plans of one replica on simulated GPUs: when each step ends, and what it samples.
+
+A plan of several steps is one event at its end. Whatever arrives meanwhile and could change what
+the replica does next cuts it after the step that is running then.
+
+What is sampled depends on (seed, sibling, position) alone, as with a model. Neither logits nor
+anything derived from them is simulated: sampling fields other than the seed change nothing, and no
+log-probabilities are given.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from rayserve_paged.core.messages import IntArray, RowStart, StepPlan, StepResult
+from rayserve_paged.sim.cost_model import CostModel, FloatArray
+from rayserve_paged.sim.engine import Engine
+from rayserve_paged.sim.histogram import LogHistogram
+from rayserve_paged.sim.token_streams import answer_stream, tokens_at
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    """The plan that is being run, and when it began and its steps end."""
+
+    plan: StepPlan
+    begin_s: float
+    ends_s: FloatArray
+    num_run: int
+
+
+class SimulatedExecutor:
+    """The ranks of one replica.
+
+    Args:
+        engine: The clock.
+        cost: How long a step takes.
+        num_rows: Of the batch.
+        vocab_size: Ids that are sampled.
+        on_finished: Takes the result of each plan when it has ended.
+        gaps: Takes the time from each token of a stream to its next one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cost: CostModel,
+        num_rows: int,
+        vocab_size: int,
+        on_finished: Callable[[StepResult], None],
+        gaps: LogHistogram,
+    ) -> None:
+        self.num_plans = 0
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self._engine = engine
+        self._cost = cost
+        self._vocab_size = vocab_size
+        self._on_finished = on_finished
+        self._gaps = gaps
+        self._queued: deque[StepPlan] = deque()
+        self._running: _Running | None = None
+        self._starts: list[RowStart | None] = [None] * num_rows
+        self._streams = np.zeros(num_rows, np.uint64)
+        self._siblings = np.zeros(num_rows, np.int32)
+        self._num_prompt = np.zeros(num_rows, np.int64)
+        # When each row's latest token was sampled, NaN where it has none, and how many it has.
+        self._token_s = np.full(num_rows, np.nan)
+        self._num_outputs = np.zeros(num_rows, np.int64)
+        # The time of the latest token of streams that lost their row before they ended.
+        self._left_s: dict[tuple[int | None, int], float] = {}
+
+    def run(self, plan: StepPlan) -> None:
+        """Run a plan once those before it have ended."""
+        if self._running is None:
+            self._begin(plan)
+        else:
+            self._queued.append(plan)
+
+    def interrupt(self) -> None:
+        """End the plan that is being run after the step that is running now."""
+        running = self._running
+        if running is None or running.num_run == 1:
+            return
+        ends = running.ends_s[: running.num_run]
+        num_run = int(np.searchsorted(ends, self._engine.now)) + 1
+        if num_run < running.num_run:
+            running.num_run = num_run
+            self._engine.at(float(ends[num_run - 1]), self._end, running, num_run)
+
+    def stop(self) -> None:
+        """Drop all plans: no result comes any more."""
+        self._running = None
+        self._queued.clear()
+
+    def _begin(self, plan: StepPlan) -> None:
+        for start in plan.starts:
+            self._enter(start)
+        seconds = self._cost.step_seconds(
+            plan.num_computed, plan.num_tokens, len(plan.sample_indices), plan.num_steps
+        )
+        # Summed one after the other, as single steps would be.
+        begin = self._engine.now
+        seconds[0] += begin
+        ends = np.cumsum(seconds)
+        self._running = _Running(plan, begin, ends, plan.num_steps)
+        self._engine.at(float(ends[-1]), self._end, self._running, plan.num_steps)
+
+    def _end(self, running: _Running, num_run: int) -> None:
+        if running is not self._running or num_run != running.num_run:
+            return  # It was cut, and ended before, or was dropped.
+        plan = running.plan
+        self.num_plans += 1
+        self.num_steps += num_run
+        self.busy_s += self._engine.now - running.begin_s
+        token_ids = self._sample(plan, num_run)
+        self._note_times(plan, running.ends_s[:num_run])
+        self._running = None
+        if self._queued:
+            self._begin(self._queued.popleft())
+        self._on_finished(StepResult(plan.step_id, token_ids, {}, {}))
+
+    def _sample(self, plan: StepPlan, num_steps: int) -> IntArray:
+        """Return int32 [num_steps, num_samples]."""
+        indices = plan.sample_indices
+        rows = plan.rows[indices]
+        streams = self._streams[rows]
+        for i in np.flatnonzero(plan.sample_siblings != self._siblings[rows]).tolist():
+            start = self._starts[rows[i]]
+            assert start is not None, "rows start before they sample"
+            streams[i] = _stream(start, int(plan.sample_siblings[i]))
+        outputs = plan.num_computed[indices] + plan.num_tokens[indices] - self._num_prompt[rows]
+        positions = outputs + np.arange(num_steps)[:, None]
+        return tokens_at(streams, positions, self._vocab_size)
+
+    def _enter(self, start: RowStart) -> None:
+        row = start.row
+        before = self._starts[row]
+        if before is not None and 0 < self._num_outputs[row] < (before.params.max_tokens or 0):
+            self._left_s[before.params.seed, before.sibling] = float(self._token_s[row])
+        self._starts[row] = start
+        self._streams[row] = _stream(start, start.sibling)
+        self._siblings[row] = start.sibling
+        self._num_prompt[row] = start.num_prompt_tokens
+        left_s = self._left_s.pop((start.params.seed, start.sibling), None)
+        self._token_s[row] = np.nan if left_s is None else left_s
+        self._num_outputs[row] = 0
+
+    def _note_times(self, plan: StepPlan, ends_s: FloatArray) -> None:
+        indices = plan.sample_indices
+        if not len(indices):
+            return
+        rows = plan.rows[indices]
+        waited = ends_s[0] - self._token_s[rows]
+        self._gaps.add(waited[~np.isnan(waited)])
+        if len(ends_s) > 1:
+            self._gaps.add(np.diff(ends_s), len(rows))
+        self._token_s[rows] = ends_s[-1]
+        known = plan.num_computed[indices] + plan.num_tokens[indices] + len(ends_s)
+        self._num_outputs[rows] = known - self._num_prompt[rows]
+
+
+def _stream(start: RowStart, sibling: int) -> int:
+    assert start.params.seed is not None, "requests are given one at the door"
+    return answer_stream(start.params.seed, sibling)
