@@ -14,6 +14,7 @@ from rayserve_paged.commands.bench import bench
 from rayserve_paged.commands.demo import demo
 from rayserve_paged.commands.down import down
 from rayserve_paged.commands.generate import generate
+from rayserve_paged.commands.simulate import simulate
 from rayserve_paged.core.errors import PagedError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app.command()(generate)
 app.command()(demo)
 app.command()(down)
 app.command()(analyze)
+app.command()(simulate)
 
 
 def main() -> None:

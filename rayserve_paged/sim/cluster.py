@@ -19,7 +19,14 @@ from rayserve_paged.core.request import ModelLimits, Request, SamplingParams
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.histogram import LogHistogram
-from rayserve_paged.sim.hosts import ConsumerHost, ControllerHost, Record, ReplicaHost, Source
+from rayserve_paged.sim.hosts import (
+    ConsumerHost,
+    ControllerHost,
+    Record,
+    ReplicaHost,
+    Source,
+    Watch,
+)
 from rayserve_paged.sim.network import Network, NetworkSpec, NodeId
 from rayserve_paged.sim.report import LoadLog, ReplicaColumns, RequestLog, SimReport
 from rayserve_paged.sim.requests import SimRequest
@@ -83,9 +90,12 @@ class Cluster:
         spec: What the cluster consists of.
         record: Called with each event of the controller and of each replica before it is handled:
             the log of `core.event_log`, which fresh machines replay.
+        watch: Called with each update of a stream as its consumer accepts it, and the time.
     """
 
-    def __init__(self, spec: ClusterSpec, record: Record | None = None) -> None:
+    def __init__(
+        self, spec: ClusterSpec, record: Record | None = None, watch: Watch | None = None
+    ) -> None:
         self.spec = spec
         self.engine = Engine()
         self.log = RequestLog()
@@ -127,6 +137,7 @@ class Cluster:
                     self.controller,
                     self.replicas,
                     self.log,
+                    watch,
                 )
             )
         by_id: dict[str, ConsumerHost] = {

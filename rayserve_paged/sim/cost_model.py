@@ -142,8 +142,7 @@ class RooflineCost:
         reduced = 2 * shape.num_layers * (reduce_s + reduce_token_s * work.num_tokens)
         fixed = self._logits_s(num_samples, flops_per_s, bytes_per_s) + self.overhead_s
         fixed += self.gpu.host_link.transfer_s(TOKEN_BYTES * num_samples)
-        seconds: FloatArray = layers + attention + reduced + fixed
-        return seconds
+        return np.asarray(layers + attention + reduced + fixed, np.float64)
 
     def _logits_s(self, num_samples: int, flops_per_s: float, bytes_per_s: float) -> float:
         if not num_samples:

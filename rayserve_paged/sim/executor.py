@@ -69,6 +69,7 @@ class SimulatedExecutor:
         # When each row's latest token was sampled, NaN where it has none, and how many it has.
         self._token_s = np.full(num_rows, np.nan)
         self._num_outputs = np.zeros(num_rows, np.int64)
+        self._row_of: dict[tuple[int | None, int], int] = {}
         # The time of the latest token of streams that lost their row before they ended.
         self._left_s: dict[tuple[int | None, int], float] = {}
 
@@ -137,16 +138,30 @@ class SimulatedExecutor:
 
     def _enter(self, start: RowStart) -> None:
         row = start.row
-        before = self._starts[row]
-        if before is not None and 0 < self._num_outputs[row] < (before.params.max_tokens or 0):
-            self._left_s[before.params.seed, before.sibling] = float(self._token_s[row])
+        self._leave(row)
+        # It may have been in another row that nobody has entered since.
+        previous = self._row_of.get((start.params.seed, start.sibling))
+        if previous is not None:
+            self._leave(previous)
         self._starts[row] = start
+        self._row_of[start.params.seed, start.sibling] = row
         self._streams[row] = _stream(start, start.sibling)
         self._siblings[row] = start.sibling
         self._num_prompt[row] = start.num_prompt_tokens
+        self._num_outputs[row] = 0
         left_s = self._left_s.pop((start.params.seed, start.sibling), None)
         self._token_s[row] = np.nan if left_s is None else left_s
-        self._num_outputs[row] = 0
+
+    def _leave(self, row: int) -> None:
+        """Forget who was in a row, but for the time of its latest token where more may come."""
+        start = self._starts[row]
+        if start is None:
+            return
+        key = (start.params.seed, start.sibling)
+        self._starts[row] = None
+        del self._row_of[key]
+        if 0 < self._num_outputs[row] < (start.params.max_tokens or 0):
+            self._left_s[key] = float(self._token_s[row])
 
     def _note_times(self, plan: StepPlan, ends_s: FloatArray) -> None:
         indices = plan.sample_indices

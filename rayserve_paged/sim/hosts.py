@@ -44,6 +44,7 @@ from rayserve_paged.sim.network import Network, NodeId, message_bytes
 from rayserve_paged.sim.report import LoadLog, OpenRequest, RequestLog
 
 Record = Callable[[LoggedEvent], None]
+Watch = Callable[[StreamUpdate, float], None]
 Source = tuple[ReplicaId, Incarnation]
 
 
@@ -174,6 +175,7 @@ class ConsumerHost:
         controller: Whom it submits to.
         replicas: Whom it polls.
         log: Takes requests that have ended.
+        watch: Called with each update of a stream as it is accepted, and the time.
     """
 
     def __init__(
@@ -185,6 +187,7 @@ class ConsumerHost:
         controller: "ControllerHost",
         replicas: dict[Source, ReplicaHost],
         log: RequestLog,
+        watch: Watch | None,
     ) -> None:
         self.node = node
         self.consumer = consumer
@@ -193,6 +196,7 @@ class ConsumerHost:
         self._controller = controller
         self._replicas = replicas
         self._log = log
+        self._watch = watch
         self._open: dict[RequestId, OpenRequest] = {}
         # Whom a poll is under way to or pending at.
         self._polled: set[Source] = set()
@@ -253,6 +257,8 @@ class ConsumerHost:
     def _hand_out(self, updates: list[StreamUpdate]) -> None:
         now = self._engine.now
         for update in updates:
+            if self._watch is not None:
+                self._watch(update, now)
             opened = self._open[update.request_id]
             if update.token_ids:
                 if opened.first_token_s is None:

@@ -117,7 +117,9 @@ def read_profile(path: Path) -> Profile:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise InvalidInputError(f"{path}: {field}", first["input"], first["msg"]) from error
+        accepted = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        value = None if first["type"] == "missing" else first["input"]
+        raise InvalidInputError(f"{path}: {field}", value, accepted) from error
     except ValueError as error:
         raise InvalidInputError("profile", str(path), f"a JSON object ({error})") from error
 

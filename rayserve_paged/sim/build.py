@@ -1,0 +1,75 @@
+"""Describes a simulated cluster by names: a GPU type, a model shape, a profile."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from rayserve_paged.core.config import BatchConfig
+from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.request import ModelLimits
+from rayserve_paged.sim.cluster import ClusterSpec
+from rayserve_paged.sim.cost_model import CostModel, RooflineCost
+from rayserve_paged.sim.hardware import GPUS, MODEL_SHAPES, num_blocks_that_fit
+from rayserve_paged.sim.profiled_cost import ProfiledCost, read_profile
+
+_T = TypeVar("_T")
+
+
+def describe_cluster(
+    *,
+    num_replicas: int,
+    gpu: str,
+    tensor_parallel_size: int,
+    model_shape: str,
+    block_size: int,
+    batch: BatchConfig,
+    num_blocks: int | None = None,
+    profile: Path | None = None,
+) -> ClusterSpec:
+    """Return what a cluster of these consists of.
+
+    Args:
+        num_replicas: Replicas.
+        gpu: One of `GPUS`.
+        tensor_parallel_size: Ranks of a replica.
+        model_shape: One of `MODEL_SHAPES`.
+        block_size: Slots per block.
+        batch: Bounds on a step.
+        num_blocks: Of each replica; None for what the GPU's memory holds.
+        profile: Measured steps; None for the roofline of the GPU and the shape.
+
+    Raises:
+        InvalidInputError: A name that is not known, a model that does not fit, a bad profile.
+    """
+    chosen = _named("gpu", gpu, GPUS)
+    shape = _named("model_shape", model_shape, MODEL_SHAPES)
+    if block_size < 1:
+        raise InvalidInputError("block_size", block_size, "at least 1 slot")
+    cost: CostModel = RooflineCost(
+        gpu=chosen, shape=shape, tensor_parallel_size=tensor_parallel_size
+    )
+    if profile is not None:
+        cost = ProfiledCost(read_profile(profile))
+    if num_blocks is None:
+        num_blocks = num_blocks_that_fit(chosen, shape, tensor_parallel_size, block_size)
+    limits = ModelLimits(
+        vocab_size=shape.vocab_size,
+        max_model_len=shape.max_model_len,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        eos_token_ids=(),
+        max_num_seqs=batch.max_num_seqs,
+    )
+    return ClusterSpec(
+        num_replicas=num_replicas,
+        limits=limits,
+        cost=cost,
+        batch=batch,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+
+
+def _named(field: str, name: str, known: Mapping[str, _T]) -> _T:
+    if name not in known:
+        raise InvalidInputError(field, name, ", ".join(known))
+    return known[name]
