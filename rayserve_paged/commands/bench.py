@@ -17,11 +17,12 @@ def _group() -> None:
 def control(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Cost of the control plane, without a model: µs per step and µs per request."""
+    """Cost of the control plane, without a model: µs per step and per request, bytes per block."""
     from rayserve_paged.experiments import control_bench
 
     figures = {f"step_us_{n}": control_bench.step_us(n) for n in control_bench.BATCH_SIZES}
     figures |= control_bench.request_us()
+    figures["manager_bytes_per_block"] = control_bench.manager_bytes_per_block()
     if as_json:
         print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
         return
@@ -32,4 +33,8 @@ def control(
         f"a request of {control_bench.PROMPT_LEN} tokens: {figures['request_us']:.1f} µs, of which "
         f"hashing {figures['hash_us']:.1f} µs ({ratio:.2f} times bare SHA-256), "
         f"hit rate {figures['hit_rate']:.3f}"
+    )
+    print(
+        f"a pool of 1,000,000 cached blocks: {figures['manager_bytes_per_block']:.1f} bytes per "
+        f"block for ledger, keys and order of eviction"
     )

@@ -225,7 +225,7 @@ class Batcher:
     def abandon(self) -> None:
         """Give up the steps in flight and every sequence; the executor is gone."""
         while self._batch.flights:
-            self.kv.pool.release(self._batch.flights.popleft().held)
+            self.kv.pool.release_each(self._batch.flights.popleft().held)
         for sequence in self.running:
             self._batch.retire(sequence, discard=True)
         self._batch.free_retired()
@@ -341,7 +341,8 @@ class Batcher:
         heapq.heappop(self._waiting)
         self._num_waiting -= 1
         num_computed = prefix.num_tokens(self.kv.block_size)
-        sequence.table = self.kv.open(prefix.block_ids, prefix.partial)
+        resumes = sequence.num_cached_tokens is not None
+        sequence.table = self.kv.open(prefix.block_ids, prefix.partial, resumes=resumes)
         block_ids = self.kv.grow(sequence.table, num_computed + chunk)
         assert block_ids is not None, "admission counted them"
         sequence.num_sealed = len(prefix.block_ids)

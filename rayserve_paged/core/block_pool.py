@@ -4,13 +4,13 @@ Every block is in exactly one state, and `num_free + num_held + num_cached == nu
 
     FREE    nobody holds it, its content means nothing
     HELD    at least one holder lists it; the count says how many
-    CACHED  nobody holds it, its content is sealed or frozen and can be matched
+    CACHED  nobody holds it, its content is sealed or frozen and can be matched until it is evicted
 
                  allocate                release (not sealed)
         FREE ----------------> HELD ----------------------------> FREE
                                 | ^
            release (sealed,     v |  share
-                    frozen)    CACHED --- allocate (evicts the oldest) ---> HELD
+                    frozen)    CACHED --- allocate (evicts by value) ---> HELD
 
 *Frozen* is a partly filled block whose leading slots can be copied. It is worth less than a block
 at most, so that all frozen ones are evicted before any sealed one.
@@ -19,10 +19,11 @@ at most, so that all frozen ones are evicted before any sealed one.
 import enum
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, cast
 
 from rayserve_paged.core.errors import LedgerError
+from rayserve_paged.core.eviction import ValueEviction
 from rayserve_paged.core.ids import BlockId, LayerGroupId
 
 _SEALED = 1
@@ -75,13 +76,25 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.layer_group = layer_group
         # A stack: the last is handed out next, so that warm blocks are reused first.
-        self._free: list[BlockId] = [BlockId(b) for b in reversed(order)]
+        self._free = array("i", reversed(order))
         self._counts = array("i", bytes(4 * num_blocks))
         # What becomes of a block that nobody holds any more: FREE at 0, else CACHED.
         self._kept = bytearray(num_blocks)
+        self._cached = ValueEviction(num_blocks, None)
         # Least recently released first.
-        self._cached: OrderedDict[BlockId, None] = OrderedDict()
         self._frozen: OrderedDict[BlockId, None] = OrderedDict()
+
+    def remember_evicted(self, fingerprint_of: Callable[[BlockId], int]) -> None:
+        """Value chains that come back after their eviction by the uses that they had.
+
+        Args:
+            fingerprint_of: As in ValueEviction.
+
+        Raises:
+            AssertionError: Blocks are CACHED.
+        """
+        assert not self.num_cached, "to be told before the first block is cached"
+        self._cached = ValueEviction(self.num_blocks, fingerprint_of)
 
     @property
     def num_free(self) -> int:
@@ -106,7 +119,7 @@ class BlockPool:
     @property
     def free_ids(self) -> tuple[BlockId, ...]:
         """FREE blocks, the next to be handed out last."""
-        return tuple(self._free)
+        return cast(tuple[BlockId, ...], tuple(self._free))
 
     @property
     def cached_ids(self) -> tuple[BlockId, ...]:
@@ -137,40 +150,67 @@ class BlockPool:
         return sum(not counts[block_id] for block_id in block_ids)
 
     def allocate(self, num_blocks: int) -> Allocation | None:
-        """Hand out blocks: FREE ones first, then CACHED ones, the frozen before the sealed, and the
-        longest unused first.
+        """Hand out blocks: FREE ones first, then CACHED ones, the frozen before the sealed, the
+        longest unused of those and of these the ones of the least value first.
 
         Returns:
             The blocks, or None (and nothing changed) where fewer are available.
         """
-        if num_blocks > self.num_available:
+        num_free = len(self._free)
+        if num_blocks > num_free and num_blocks > self.num_available:
             return None
-        evicted = []
-        from_free = min(num_blocks, len(self._free))
-        block_ids = self._free[len(self._free) - from_free :]
+        from_free = min(num_blocks, num_free)
+        block_ids = cast(list[BlockId], self._free[num_free - from_free :].tolist())
         block_ids.reverse()
-        del self._free[len(self._free) - from_free :]
-        for _ in range(num_blocks - from_free):
-            block_id, _none = (self._frozen or self._cached).popitem(last=False)
-            self._kept[block_id] = 0
-            evicted.append(block_id)
-        block_ids += evicted
+        del self._free[num_free - from_free :]
+        evicted: list[BlockId] = []
+        if num_blocks > from_free:
+            evicted = self._evict(num_blocks - from_free)
+            block_ids += evicted
         for block_id in block_ids:
             self._counts[block_id] = 1
         return Allocation(block_ids, evicted)
 
+    def _evict(self, num_blocks: int) -> list[BlockId]:
+        num_frozen = min(num_blocks, len(self._frozen))
+        evicted = [self._frozen.popitem(last=False)[0] for _ in range(num_frozen)]
+        if num_blocks > num_frozen:
+            evicted += self._cached.evict(num_blocks - num_frozen)
+        for block_id in evicted:
+            self._kept[block_id] = 0
+        return evicted
+
     def share(self, block_ids: Iterable[BlockId]) -> None:
         """Add one holder to each block; a CACHED one becomes HELD.
 
+        Args:
+            block_ids: Different blocks, in the order of their chain.
+
         Raises:
-            LedgerError: A block is FREE, so its content means nothing.
+            LedgerError: A block is FREE, so its content means nothing. No holder was added.
         """
+        counts, kept = self._counts, self._kept
+        block_ids = list(block_ids)
+        cached = [block_id for block_id in block_ids if not counts[block_id]]
+        for block_id in cached:
+            if not kept[block_id]:
+                raise LedgerError(f"block {block_id} is FREE and cannot be shared", block_id)
+        if cached and self._frozen:
+            for block_id in cached:
+                self._frozen.pop(block_id, None)
+            cached = [block_id for block_id in cached if kept[block_id] == _SEALED]
+        if cached:
+            self._cached.taken(cached)
         for block_id in block_ids:
-            if not self._counts[block_id]:
-                if not self._kept[block_id]:
-                    raise LedgerError(f"block {block_id} is FREE and cannot be shared", block_id)
-                del self._list_of(block_id)[block_id]
-            self._counts[block_id] += 1
+            counts[block_id] += 1
+
+    def used(self, block_ids: Sequence[BlockId]) -> None:
+        """Note that a request has found these blocks, and is about to share them.
+
+        Args:
+            block_ids: Sealed, from the head of a chain on.
+        """
+        self._cached.used(block_ids)
 
     def seal(self, block_id: BlockId) -> None:
         """Keep this HELD block as CACHED once its last holder lets go.
@@ -194,31 +234,65 @@ class BlockPool:
 
     def unseal(self, block_id: BlockId) -> None:
         """Forget that the block's content can be matched; a CACHED one becomes FREE."""
+        if self._kept[block_id] == _FROZEN:
+            self._frozen.pop(block_id, None)
+        else:
+            self._cached.forget(block_id)
         if self._kept[block_id] and not self._counts[block_id]:
-            del self._list_of(block_id)[block_id]
             self._free.append(block_id)
         self._kept[block_id] = 0
 
-    def _list_of(self, block_id: BlockId) -> OrderedDict[BlockId, None]:
-        """Return the CACHED blocks among which a kept one is when nobody holds it."""
-        return self._frozen if self._kept[block_id] == _FROZEN else self._cached
-
     def release(self, block_ids: Sequence[BlockId]) -> None:
-        """Take one holder from each block, the last in the sequence first.
+        """Take one holder from each block of a chain, the last in the sequence first.
 
-        A sequence's blocks are given head first; so its tail is the first to be evicted, and a
-        cached chain is never cut at its head.
+        Args:
+            block_ids: Head first, so that a cached chain is evicted from its tail on and never
+                cut at its head.
 
         Raises:
             LedgerError: A block is not HELD. The blocks after it have been released.
         """
+        counts, kept = self._counts, self._kept
+        let_go: list[BlockId] = []
         for block_id in reversed(block_ids):
-            count = self._counts[block_id]
-            if count == 0:
+            count = counts[block_id]
+            if count == 1 and kept[block_id] == _SEALED:
+                counts[block_id] = 0
+                let_go.append(block_id)
+            elif count > 1:
+                counts[block_id] = count - 1
+            elif count == 1:
+                self._let_go(block_id)
+            else:
+                self._cached.released(let_go[::-1])
                 raise LedgerError(f"block {block_id} is released and nobody holds it", block_id)
-            self._counts[block_id] = count - 1
-            if count == 1:
-                if self._kept[block_id]:
-                    self._list_of(block_id)[block_id] = None
-                else:
-                    self._free.append(block_id)
+        if let_go:
+            let_go.reverse()
+            self._cached.released(let_go, block_ids[: block_ids.index(let_go[0])])
+
+    def release_each(self, block_ids: Iterable[BlockId]) -> None:
+        """Take one holder from each of some blocks of any chains, whose heads are still HELD.
+
+        Raises:
+            LedgerError: A block is not HELD. The blocks before it have been released.
+        """
+        for block_id in block_ids:
+            if self._let_go(block_id):
+                self._cached.put_back(block_id)
+
+    def _let_go(self, block_id: BlockId) -> bool:
+        """Take one holder from a block; return whether it is to be CACHED as a sealed one."""
+        count = self._counts[block_id]
+        if count == 0:
+            raise LedgerError(f"block {block_id} is released and nobody holds it", block_id)
+        self._counts[block_id] = count - 1
+        if count > 1:
+            return False
+        kept = self._kept[block_id]
+        if kept == _SEALED:
+            return True
+        if kept:
+            self._frozen[block_id] = None
+        else:
+            self._free.append(block_id)
+        return False

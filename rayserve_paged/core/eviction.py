@@ -44,6 +44,7 @@ NUM_AGES: Final = 32
 
 # Padding in the arrays below: no run, no block.
 _NONE: Final = -1
+_PART: Final = 2**32 - 1
 _COST_OF_AGE: Final = tuple(1 / sqrt(uses + 1) for uses in range(NUM_LEVELS))
 
 
@@ -51,18 +52,19 @@ class ValueEviction:
     """The CACHED blocks of a pool in the order in which they will be evicted.
 
     Every operation takes constant time for each block that it names and for each of their runs. A
-    block takes 30 bytes, its share in the ghosts included, and a run 29 for as long as it lives.
+    block takes 26 bytes, its share in the ghosts included, and a run 29 for as long as it lives.
 
     Args:
         num_blocks: Blocks of the pool; ids run from 0.
         fingerprint_of: A number below 2**64 that stands for the content of a block and of all that
             precedes it, evenly distributed. Asked about a block that comes in or is evicted, while
-            its content can still be matched.
+            its content can still be matched. None: evicted chains are not remembered.
     """
 
-    def __init__(self, num_blocks: int, fingerprint_of: Callable[[BlockId], int]) -> None:
-        self._fingerprint_of = fingerprint_of
-        self._ghosts = _Ghosts(max(1, num_blocks))
+    def __init__(self, num_blocks: int, fingerprint_of: Callable[[BlockId], int] | None) -> None:
+        self._ghosts = None
+        if fingerprint_of is not None:
+            self._ghosts = _Ghosts(max(1, num_blocks), fingerprint_of)
         self._first_ages: deque[int] = deque(maxlen=NUM_AGES)
         self._scale = 0
         self._clock = 0
@@ -117,6 +119,8 @@ class ValueEviction:
             block_ids: Sealed blocks, HELD or CACHED, from the head of a chain on.
         """
         uses = self._uses
+        if block_ids and uses[block_ids[-1]] == NUM_LEVELS - 1:
+            return  # And so it is with all that precede it.
         seen = _NONE
         for block_id in block_ids:
             count = uses[block_id]
@@ -161,32 +165,47 @@ class ValueEviction:
                 self._end(run)
             start = end
 
-    def released(self, block_ids: Sequence[BlockId], parent: BlockId | None = None) -> None:
+    def released(self, block_ids: Sequence[BlockId], before: Sequence[BlockId] = ()) -> None:
         """Take in blocks that nobody holds any more.
 
         Args:
             block_ids: Sealed blocks that follow each other in a chain, head first.
-            parent: The block before the first in the chain, which is HELD; None at its root. A
-                chain comes in from its tail to its head, or as a whole.
+            before: The blocks before the first in the chain, head first, which are HELD. A chain
+                comes in from its tail to its head, or as a whole.
         """
         if not block_ids:
             return
-        self._clock += len(block_ids)
-        self._num_cached += len(block_ids)
+        num_blocks = len(block_ids)
+        self._clock += num_blocks
+        self._num_cached += num_blocks
         self._victim = None
-        self._recall(block_ids, parent)
-        uses = self._uses
+        uses, last = self._uses, block_ids[-1]
+        if not uses[last] and self._ghosts is not None:
+            self._recall(self._ghosts, block_ids, before)
+        # Uses fall along a chain. Where they do not, since a head was evicted while its tail was
+        # HELD and has come back, a tail counts for no more than what precedes it.
+        most = uses[block_ids[0]]
+        if most and before:
+            most = min(most, min(map(uses.__getitem__, before)))
         start = 0
-        while start < len(block_ids):
+        while start < num_blocks:
             level = uses[block_ids[start]]
-            end = len(block_ids)
-            if uses[block_ids[-1]] != level:
-                # Uses fall along a chain; this is the first block with fewer.
+            end = num_blocks
+            if uses[last] != level:
+                # This is the first block with fewer.
                 end = bisect.bisect_right(
                     block_ids, -level, lo=start, key=lambda block_id: -uses[block_id]
                 )
-            self._add_run(block_ids[start:end], level)
+            most = min(most, level)
+            self._add_run(block_ids if end - start == num_blocks else block_ids[start:end], most)
             start = end
+
+    def put_back(self, block_id: BlockId) -> None:
+        """Take in a block that was taken alone, for a short while; its chain's head is HELD."""
+        self._clock += 1
+        self._num_cached += 1
+        self._victim = None
+        self._add_run([block_id], self._uses[block_id])
 
     def evict(self, num_blocks: int) -> list[BlockId]:
         """Give up the blocks of the least value.
@@ -203,10 +222,9 @@ class ValueEviction:
         while num_blocks:
             run = self._victim
             if run is None:
-                run = self._victim = max(self._oldest_runs(), key=self._cost)
-            size = self._size[run]
+                run = self._victim = self._find_victim()
+            block_id, size = self._tail[run], self._size[run]
             num_evicted = min(num_blocks, size)
-            block_id = self._tail[run]
             for _ in range(num_evicted):
                 evicted.append(block_id)
                 run_of[block_id] = _NONE
@@ -214,7 +232,14 @@ class ValueEviction:
                 block_id = before[block_id]
             self._num_gone[run] += num_evicted
             if num_evicted == size:
-                self._lay_ghost(run, BlockId(evicted[-1]))
+                if self._ghosts is not None:
+                    # A chain that comes back begins with the last block to go.
+                    self._ghosts.put(
+                        BlockId(evicted[-1]),
+                        self._level[run],
+                        self._num_gone[run],
+                        self._stamp[run],
+                    )
                 self._end(run)
             else:
                 self._tail[run] = block_id
@@ -228,24 +253,24 @@ class ValueEviction:
             self.taken([block_id])
         self._uses[block_id] = 0
 
-    def _recall(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:
+    def _recall(
+        self, ghosts: "_Ghosts", block_ids: Sequence[BlockId], before: Sequence[BlockId]
+    ) -> None:
         """Give blocks that are new here the uses of an evicted chain which they bring back."""
         uses = self._uses
-        if uses[block_ids[-1]]:
-            return
-        start = bisect.bisect_left(block_ids, True, key=lambda block_id: not uses[block_id])
+        start = 0
+        if uses[block_ids[0]]:
+            start = bisect.bisect_left(block_ids, True, key=lambda block_id: not uses[block_id])
         while start < len(block_ids):
-            ghost = self._ghosts.take(self._fingerprint_of(block_ids[start]))
+            ghost = ghosts.take(block_ids[start])
             if ghost is None:
                 return
             level, num_gone, stamp = ghost
             if not level:
                 self._note_first_use(self._clock - stamp)
             level = min(level + 1, NUM_LEVELS - 1)
-            if start:
-                parent = block_ids[start - 1]
-            if parent is not None:
-                level = min(level, uses[parent])
+            if start or before:
+                level = min(level, uses[block_ids[start - 1] if start else before[-1]])
             for block_id in block_ids[start : start + num_gone]:
                 uses[block_id] = level
             start += num_gone
@@ -262,10 +287,20 @@ class ValueEviction:
             yield run
             run = self._newer[run]
 
-    def _oldest_runs(self) -> list[int]:
-        # The first of equal ones is chosen, and of those the one with the fewest uses may follow
-        # the others in a chain.
-        return [run for level, run in enumerate(self._newer[:NUM_LEVELS]) if run != level]
+    def _find_victim(self) -> int:
+        """Return the run of the least value."""
+        newer, stamp = self._newer, self._stamp
+        now = self._clock + self._scale
+        victim, most = _NONE, -1.0
+        for level, cost_of_age in enumerate(_COST_OF_AGE):
+            run = newer[level]
+            if run != level:
+                cost = (now - stamp[run]) * cost_of_age
+                # The first of equal ones: of those the one with the fewest uses may follow the
+                # others in a chain.
+                if cost > most:
+                    victim, most = run, cost
+        return victim
 
     def _cost(self, run: int) -> float:
         """Return the inverse of a run's value."""
@@ -316,11 +351,6 @@ class ValueEviction:
         self._size[head] = num_blocks
         self._size[run] -= num_blocks
 
-    def _lay_ghost(self, run: int, head: BlockId) -> None:
-        """Remember a run of which the head is evicted: a chain that comes back begins there."""
-        fingerprint = self._fingerprint_of(head)
-        self._ghosts.put(fingerprint, self._level[run], self._num_gone[run], self._stamp[run])
-
     def _end(self, run: int) -> None:
         """Take a run without blocks out of its list."""
         newer, older = self._newer[run], self._older[run]
@@ -331,27 +361,34 @@ class ValueEviction:
 
 
 class _Ghosts:
-    """Evicted runs by the fingerprint of the first block that is gone; the last to come stays."""
+    """Evicted runs by the fingerprint of the first block that is gone; the last to come stays.
 
-    def __init__(self, num_ghosts: int) -> None:
+    Args:
+        num_ghosts: Places.
+        fingerprint_of: As in ValueEviction.
+    """
+
+    def __init__(self, num_ghosts: int, fingerprint_of: Callable[[BlockId], int]) -> None:
         self._num_ghosts = num_ghosts
-        self._fingerprints = array("Q", [0]) * num_ghosts
+        self._fingerprint_of = fingerprint_of
+        # By place: the place is one part of a fingerprint, and this is another.
+        self._parts = array("I", [0]) * num_ghosts
         self._stamps = array("q", [0]) * num_ghosts
         self._sizes = array("i", [0]) * num_ghosts
         self._levels = bytearray(num_ghosts)
 
-    def put(self, fingerprint: int, level: int, num_blocks: int, stamp: int) -> None:
-        index = fingerprint % self._num_ghosts
-        self._fingerprints[index] = fingerprint
-        self._levels[index] = level
-        self._sizes[index] = num_blocks
-        self._stamps[index] = stamp
+    def put(self, head: BlockId, level: int, num_blocks: int, stamp: int) -> None:
+        part, place = divmod(self._fingerprint_of(head), self._num_ghosts)
+        self._parts[place] = part & _PART
+        self._levels[place] = level
+        self._sizes[place] = num_blocks
+        self._stamps[place] = stamp
 
-    def take(self, fingerprint: int) -> tuple[int, int, int] | None:
+    def take(self, head: BlockId) -> tuple[int, int, int] | None:
         """Return level, blocks and stamp of a run, and forget it."""
-        index = fingerprint % self._num_ghosts
-        num_blocks = self._sizes[index]
-        if not num_blocks or self._fingerprints[index] != fingerprint:
+        part, place = divmod(self._fingerprint_of(head), self._num_ghosts)
+        num_blocks = self._sizes[place]
+        if not num_blocks or self._parts[place] != part & _PART:
             return None
-        self._sizes[index] = 0
-        return self._levels[index], num_blocks, self._stamps[index]
+        self._sizes[place] = 0
+        return self._levels[place], num_blocks, self._stamps[place]

@@ -126,6 +126,9 @@ def check(replica: Replica) -> None:
     check_pool(pool, tables, batcher.copy_sources)
     check_index(pool, replica.kv.index)
     check_partials(replica.kv, batcher.copy_sources)
+    for block_id in replica.kv.duplicates:
+        _require(pool.count(block_id) > 0, f"duplicate {block_id} is not HELD")
+        _require(not pool.is_sealed(block_id), f"duplicate {block_id} is sealed")
     rows = [sequence.row for sequence in holders]
     _require(None not in rows and len(set(rows)) == len(rows), f"rows overlap: {rows}")
     for sequence in batcher.waiting:

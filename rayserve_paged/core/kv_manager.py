@@ -5,7 +5,7 @@ evicted stops being matchable in the same call, and a matched block is protected
 is allocated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.block_table import BlockTable
@@ -26,8 +26,16 @@ class KVManager:
     def __init__(self, pool: BlockPool, block_size: int, *, partial_reuse: bool = False) -> None:
         self.pool = pool
         self.partials = PartialIndex(pool.num_blocks, block_size) if partial_reuse else None
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(pool.num_blocks)
         self.block_size = block_size
+        pool.remember_evicted(self.index.fingerprint_of)
+        # HELD blocks that filled after another block of equal content was published.
+        self._duplicates: dict[BlockId, BlockKey] = {}
+
+    @property
+    def duplicates(self) -> Mapping[BlockId, BlockKey]:
+        """HELD blocks whose content another block was published for, and its key."""
+        return self._duplicates
 
     def match(self, keys: Sequence[BlockKey], num_tokens: int) -> list[BlockId]:
         """Return cached blocks that hold a prefix of a sequence; changes nothing.
@@ -48,14 +56,24 @@ class KVManager:
         """
         return self.partials.find(content) if self.partials else None
 
-    def open(self, matched: Sequence[BlockId], partial: PartialMatch | None = None) -> BlockTable:
+    def open(
+        self,
+        matched: Sequence[BlockId],
+        partial: PartialMatch | None = None,
+        *,
+        resumes: bool = False,
+    ) -> BlockTable:
         """Begin a table on matched blocks, which are held from now on.
 
         Args:
             matched: The blocks.
             partial: Held as well, on behalf of the caller, which releases it once its slots have
                 been copied to the next block of the table.
+            resumes: The sequence was here before, so that it says nothing of how often its blocks
+                are asked for.
         """
+        if not resumes:
+            self.pool.used(matched)
         self.pool.share(matched)
         if partial is not None:
             self.pool.share([partial.block_id])
@@ -79,7 +97,7 @@ class KVManager:
 
         Whoever writes into a shared tail next must `replace` it by a copy first.
         """
-        return self.open(table.block_ids)
+        return self.open(table.block_ids, resumes=True)
 
     def replace(self, table: BlockTable, block_index: int) -> tuple[BlockId, BlockId] | None:
         """Put a new block in the place of a shared one.
@@ -105,7 +123,10 @@ class KVManager:
             content: Given with partial reuse.
         """
         if not self.index.publish(key, block_id):
+            self._duplicates[block_id] = key
             return
+        if self._duplicates:
+            self._duplicates.pop(block_id, None)
         self.pool.seal(block_id)
         if self.partials is None or content is None or block_id in self.partials:
             return
@@ -129,6 +150,8 @@ class KVManager:
 
     def close(self, table: BlockTable) -> None:
         """Let go of all blocks of a table; sealed and frozen ones stay cached."""
+        if self._duplicates:
+            self._trade_duplicates(table.block_ids)
         self.pool.release(table.block_ids)
         table.block_ids = []
 
@@ -141,7 +164,9 @@ class KVManager:
         self._forget(private)
         for block_id in private:
             self.pool.unseal(block_id)
-        self.close(table)
+            self._duplicates.pop(block_id, None)
+        self.pool.release(table.block_ids)
+        table.block_ids = []
 
     def _thaw(self, covered: BlockId | None) -> None:
         """Keep a frozen block no longer that holds nothing which another one does not."""
@@ -153,3 +178,23 @@ class KVManager:
         self.index.remove(block_ids)
         if self.partials is not None:
             self.partials.remove(block_ids)
+
+    def _trade_duplicates(self, block_ids: list[BlockId]) -> None:
+        """Put the published blocks in the place of their duplicates, so that they are released
+        with what follows them: a chain whose head lies there since another sequence let go of it
+        would be evicted from its head on.
+        """
+        for index, duplicate in enumerate(block_ids):
+            key = self._duplicates.get(duplicate)
+            if key is None:
+                continue
+            published = self.index.block_of(key)
+            if published is None:
+                # It was evicted meanwhile.
+                self.seal(duplicate, key)
+                continue
+            self.pool.share([published])
+            block_ids[index] = published
+            if self.pool.count(duplicate) == 1:
+                del self._duplicates[duplicate]
+            self.pool.release([duplicate])

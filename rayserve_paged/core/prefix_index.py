@@ -1,16 +1,23 @@
 """Which block holds the content of a key, in one tier; and what changed since last asked."""
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from rayserve_paged.core.ids import BlockId, BlockKey
 
+_FINGERPRINT_BYTES: Final = 8
+
 
 class PrefixIndex:
-    """A one-to-one map of keys to blocks whose KV has been computed."""
+    """A one-to-one map of keys to blocks whose KV has been computed.
 
-    def __init__(self) -> None:
+    Args:
+        num_blocks: Blocks of the pool; ids run from 0.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[BlockKey, BlockId] = {}
-        self._key_of: dict[BlockId, BlockKey] = {}
+        self._key_of: list[BlockKey | None] = [None] * num_blocks
         self._published: dict[BlockKey, None] = {}
         self._evicted: dict[BlockKey, None] = {}
 
@@ -23,7 +30,17 @@ class PrefixIndex:
 
     def key_of(self, block_id: BlockId) -> BlockKey | None:
         """Return the key under which a block can be matched."""
-        return self._key_of.get(block_id)
+        return self._key_of[block_id]
+
+    def block_of(self, key: BlockKey) -> BlockId | None:
+        """Return the block that holds the content of a key."""
+        return self._block_of.get(key)
+
+    def fingerprint_of(self, block_id: BlockId) -> int:
+        """Return 64 bits that stand for the content of a block that has a key."""
+        key = self._key_of[block_id]
+        assert key is not None, f"block {block_id} has no key"
+        return int.from_bytes(key[:_FINGERPRINT_BYTES], "little")
 
     def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
         """Return the blocks of the longest leading run of keys that are present."""
@@ -44,7 +61,7 @@ class PrefixIndex:
         """
         if self._block_of.setdefault(key, block_id) != block_id:
             return False
-        if block_id in self._key_of:
+        if self._key_of[block_id] is not None:
             # A fork shares it, and fills it too.
             return True
         self._key_of[block_id] = key
@@ -58,9 +75,10 @@ class PrefixIndex:
     def remove(self, block_ids: Iterable[BlockId]) -> None:
         """Stop matching these blocks; those that have no key are left alone."""
         for block_id in block_ids:
-            key = self._key_of.pop(block_id, None)
+            key = self._key_of[block_id]
             if key is None:
                 continue
+            self._key_of[block_id] = None
             del self._block_of[key]
             if key in self._published:
                 del self._published[key]

@@ -73,7 +73,7 @@ class StepCommit:
             return self._committed
         if self._flight.held:
             # First, so that what was copied is let go before what precedes it in a chain.
-            batch.kv.pool.release(self._flight.held)
+            batch.kv.pool.release_each(self._flight.held)
         for step, token_ids in enumerate(result.token_ids):
             batch.computed[plan.rows] += plan.num_tokens if step == 0 else 1
             if step == num_run - 1 and result.errors:

@@ -1,4 +1,5 @@
-"""What the control plane costs: µs per step of decoding, µs per request of a prefix-heavy load.
+"""What the control plane costs: µs per step of decoding, µs per request of a prefix-heavy load,
+bytes per block of a large pool.
 
 No model runs: results are made up, and everything that the replica does with them is real.
 """
@@ -8,6 +9,7 @@ import hashlib
 import random
 import statistics
 import time
+import tracemalloc
 from collections import deque
 from collections.abc import Callable
 
@@ -50,6 +52,7 @@ _NUM_REQUESTS = 10_000
 _NUM_LIVE = 200
 _NUM_BLOCKS = 20_000
 _VOCAB_SIZE = 49_152
+_NUM_LARGE_POOL = 1_000_000
 _READER = ConsumerId("bench")
 
 
@@ -192,6 +195,35 @@ def _serve(kv: KVManager, keys: list[BlockKey]) -> tuple[BlockTable, int]:
     for index in range(len(matched), len(keys)):
         kv.seal(table.block_ids[index], keys[index])
     return table, len(matched)
+
+
+def manager_bytes_per_block(num_blocks: int = _NUM_LARGE_POOL) -> float:
+    """Return what the ledger, the keys and the order of eviction take for each block of a pool.
+
+    Every block is CACHED under a key of its own, in chains of PROMPT_LEN tokens. All that the
+    manager keeps is counted, the keys included, as tracemalloc sees it: what is asked of the
+    allocator, which rounds up to 16 bytes.
+
+    Args:
+        num_blocks: Blocks of the pool.
+    """
+    root = _scope().root()
+    num_prompt_blocks = PROMPT_LEN // BLOCK_SIZE
+    num_prompts = num_blocks // num_prompt_blocks
+    gc.collect()
+    tracemalloc.start()
+    try:
+        kv = KVManager(BlockPool(num_blocks), BLOCK_SIZE)
+        for index in range(num_prompts):
+            start = index * PROMPT_LEN
+            prompt = np.arange(start, start + PROMPT_LEN, dtype=np.int32)
+            keys = extend_chain(root, prompt, BLOCK_SIZE)
+            kv.close(_serve(kv, keys)[0])
+            # As a report to the controller does.
+            kv.index.take_changes()
+        return tracemalloc.get_traced_memory()[0] / kv.pool.num_cached
+    finally:
+        tracemalloc.stop()
 
 
 def _sha256_floor_us(num_rounds: int = 2000) -> float:

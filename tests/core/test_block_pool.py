@@ -117,6 +117,18 @@ def test_the_counts_always_add_up_to_the_capacity() -> None:
     assert pool.num_available == 4
 
 
+def test_blocks_of_several_chains_are_released_one_by_one() -> None:
+    pool = BlockPool(4)
+    first, second = cache(pool, 2)
+    plain = allocate(pool, 1).block_ids
+    pool.share([second])
+    pool.release_each([second, *plain])
+    assert pool.cached_ids == (first, second)
+    assert pool.num_free == 2
+    with pytest.raises(LedgerError, match="nobody holds it"):
+        pool.release_each(plain)
+
+
 def test_a_double_free_is_refused() -> None:
     pool = BlockPool(2)
     block_ids = allocate(pool, 1).block_ids

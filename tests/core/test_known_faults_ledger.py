@@ -187,6 +187,20 @@ def test_b22_matched_blocks_are_protected_before_anything_is_allocated() -> None
     assert stream.num_cached_tokens == 8
 
 
+def test_b22_a_chain_of_the_least_value_is_protected_from_its_own_request() -> None:
+    driver = ReplicaDriver(make_limits(num_blocks=5))
+    pool = driver.replica.kv.pool
+    driver.generate(make_request(range(8), 1))
+    for _ in range(3):
+        driver.generate(make_request(range(50, 59), 1))
+    assert (pool.cached_ids, pool.free_ids) == ((1, 0, 3, 2), (4,))
+    request = make_request(range(20), 1)
+    stream = driver.submit(request)
+    assert driver.sequence(request).table.block_ids == [0, 1, 4, 3, 2]
+    driver.run()
+    assert stream.num_cached_tokens == 8
+
+
 def test_b39_cached_blocks_count_as_available_at_admission() -> None:
     driver = ReplicaDriver(make_limits(100, 16, vocab_size=2000), max_num_batched_tokens=2048)
     driver.generate(make_request(range(95 * 16), 1))
@@ -255,6 +269,24 @@ def test_b55_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
         assert driver.generate(request)[0].num_cached_tokens == 8
 
 
+def test_b55_a_chain_that_two_computed_at_once_is_evicted_from_its_tail() -> None:
+    driver = ReplicaDriver(make_limits(num_blocks=8))
+    pool, index = driver.replica.kv.pool, driver.replica.kv.index
+    short, long = (make_request(range(5), n, request_id=f"q{n}") for n in (4, 12))
+    # Both write the same outputs. The short one publishes the second block and lets go of it, the
+    # long one fills two more on its own copy.
+    stream = driver.generate(short, long)[1]
+    known = make_request([*range(5), *stream.token_ids], 1)
+    keys = prompt_keys(known, driver.scope)
+    chain = index.match(keys)
+    assert pool.cached_ids == tuple(reversed(chain))
+    assert len(chain) == 4
+    table = driver.replica.kv.open([])
+    for num_left in (3, 2, 1, 0):
+        assert driver.replica.kv.grow(table, 4 * (8 - num_left)) is not None
+        assert index.match(keys) == chain[:num_left]
+
+
 def test_b56_blocks_that_can_never_match_are_used_before_cached_ones() -> None:
     driver = ReplicaDriver(make_limits(num_blocks=4))
     pool = driver.replica.kv.pool
@@ -266,6 +298,17 @@ def test_b56_blocks_that_can_never_match_are_used_before_cached_ones() -> None:
     driver.submit(b)
     assert set(driver.sequence(b).table.block_ids) == worthless
     driver.run()
+    assert driver.generate(a)[0].num_cached_tokens == 8
+
+
+def test_b56_prompts_that_nobody_sends_again_do_not_push_out_one_that_comes_back() -> None:
+    driver = ReplicaDriver(make_limits(num_blocks=8))
+    a = make_request(range(9), 1)
+    for _ in range(4):
+        driver.generate(a)
+    # By age alone the two blocks of A would be gone after seven.
+    for number in range(9):
+        driver.generate(make_request([60 + number] * 4, 1))
     assert driver.generate(a)[0].num_cached_tokens == 8
 
 

@@ -1,3 +1,4 @@
+import pytest
 from replica_driver import make_scope
 
 from rayserve_paged.core.block_identity import extend_chain
@@ -72,6 +73,63 @@ def test_a_duplicate_of_a_sealed_block_is_free_once_it_is_released() -> None:
     assert manager.pool.state(BlockId(1)) is BlockState.FREE
     manager.close(first)
     assert manager.pool.state(BlockId(0)) is BlockState.CACHED
+
+
+def test_what_follows_a_duplicate_is_cached_behind_the_published_block() -> None:
+    manager = make_manager(8)
+    first, second = fill(manager, 2), fill(manager, 4)
+    assert (first.block_ids, second.block_ids) == ([0, 1], [2, 3, 4, 5])
+    assert manager.duplicates == {2: KEYS[0], 3: KEYS[1]}
+    manager.close(first)
+    manager.close(second)
+    # Not from the head that lay there before on: block 1, 0, 5, 4.
+    assert manager.pool.cached_ids == (5, 4, 1, 0)
+    assert manager.duplicates == {}
+    assert manager.match(KEYS, 17) == [0, 1, 4, 5]
+
+
+def test_a_duplicate_is_published_where_the_block_of_its_key_was_evicted() -> None:
+    manager = make_manager(5)
+    first, second = fill(manager, 1), fill(manager, 2)
+    manager.close(first)
+    assert manager.grow(manager.open([]), 12) == [3, 4, 0]
+    assert manager.match(KEYS, 9) == []
+    manager.close(second)
+    assert manager.match(KEYS, 9) == [1, 2]
+    assert manager.pool.cached_ids == (2, 1)
+
+
+def test_a_duplicate_that_forks_share_is_traded_by_each() -> None:
+    manager = make_manager(8)
+    first, second = fill(manager, 1), fill(manager, 2)
+    child = manager.fork(second)
+    manager.close(second)
+    assert manager.duplicates == {1: KEYS[0]}
+    assert [manager.pool.count(BlockId(block_id)) for block_id in (0, 1, 2)] == [1, 1, 1]
+    manager.close(child)
+    manager.close(first)
+    assert manager.duplicates == {}
+    assert manager.pool.cached_ids == (2, 0)
+    assert manager.pool.num_held == 0
+
+
+@pytest.mark.parametrize(("resumes", "expected"), [(False, (1, 0, 2, 3)), (True, (0, 1, 2, 3))])
+def test_a_block_that_requests_found_lasts_longer_and_one_that_was_resumed_on_does_not(
+    resumes: bool, expected: tuple[int, ...]
+) -> None:
+    manager = make_manager(8)
+    manager.close(fill(manager, 1))
+    for _ in range(3):
+        manager.close(manager.open(manager.match(KEYS, 5), resumes=resumes))
+    tables = [manager.open([]) for _ in range(3)]
+    for number, table in enumerate(tables):
+        manager.grow(table, 4)
+        (key,) = extend_chain(make_scope().root(), [50 + number] * 4, 4)
+        manager.seal(table.block_ids[0], key)
+    for table in tables:
+        manager.close(table)
+    # Found three times, at an age of 3 it is worth as much as an unused one of 3 / sqrt(3 + 1).
+    assert manager.pool.cached_ids == expected
 
 
 def test_discarded_blocks_cannot_be_matched() -> None:

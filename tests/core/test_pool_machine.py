@@ -1,6 +1,7 @@
 """Pool, index, manager and tables against plain lists of tokens and a memory of slots."""
 
 import dataclasses
+from itertools import pairwise
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -43,24 +44,31 @@ class PoolMachine(RuleBasedStateMachine):
         self.kv = KVManager(self.pool, block_size)
         self.root = make_scope(block_size).root()
         self.memory: dict[int, tuple[int, int]] = {}
-        # Keys that can be matched, as the changes tell; cached blocks, the oldest first.
+        # Keys that can be matched, as the changes tell; what must be CACHED.
         self.matchable: set[BlockKey] = set()
-        self.cached: list[BlockId] = []
+        self.cached: set[BlockId] = set()
+        self.parents: dict[BlockKey, BlockKey] = {}
+        self.discarded: set[BlockKey] = set()
 
     def held(self) -> set[BlockId]:
         return {block_id for writer in self.writers for block_id in writer.table.block_ids}
 
-    @rule(story=st.sampled_from(STORIES), num_tokens=st.integers(1, 12))
-    def open(self, story: list[int], num_tokens: int) -> None:
+    def chain(self, story: list[int]) -> list[BlockKey]:
         keys = extend_chain(self.root, story, self.block_size)
+        self.parents.update(pairwise([*reversed(keys), self.root]))
+        return keys
+
+    @rule(story=st.sampled_from(STORIES), num_tokens=st.integers(1, 12), resumes=st.booleans())
+    def open(self, story: list[int], num_tokens: int, resumes: bool) -> None:
+        keys = self.chain(story)
         matched = self.kv.match(keys, num_tokens)
         depth = 0
         while (depth + 1) * self.block_size < num_tokens and keys[depth] in self.matchable:
             depth += 1
         assert len(matched) == depth, "the longest run that leaves a token to compute"
-        table = self.kv.open(matched)
+        table = self.kv.open(matched, resumes=resumes)
         num_matched = depth * self.block_size
-        self.cached = [block_id for block_id in self.cached if block_id not in matched]
+        self.cached -= set(matched)
         self.writers.append(Writer(story, keys, table, num_matched, depth))
 
     @precondition(lambda self: self.writers)
@@ -74,6 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
         num_free = self.pool.num_free
         num_left = self.pool.num_blocks - len(self.held())
         before = list(writer.table.block_ids)
+        evicted = list(self.pool.cached_ids[: max(0, num_missing - num_free)])
         granted = self.kv.grow(writer.table, end)
         if granted is None:
             assert num_missing > num_left
@@ -81,9 +90,8 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert len(granted) == num_missing <= num_left
         assert writer.table.block_ids == before + granted
-        num_evicted = max(0, num_missing - num_free)
-        evicted, self.cached = self.cached[:num_evicted], self.cached[num_evicted:]
-        assert granted[num_missing - num_evicted :] == evicted, "free first, then the oldest"
+        self.cached -= set(evicted)
+        assert granted[num_missing - len(evicted) :] == evicted, "free first, then in order"
         for position in range(writer.num_written, end):
             self.memory[writer.table.slot(position)] = (writer.story[position], position)
         writer.num_written = end
@@ -95,6 +103,7 @@ class PoolMachine(RuleBasedStateMachine):
             return True
         num_free, num_left = self.pool.num_free, self.pool.num_blocks - len(self.held())
         before = list(writer.table.block_ids)
+        evicted = [] if num_free else list(self.pool.cached_ids[:1])
         replaced = self.kv.replace(writer.table, index)
         if replaced is None:
             assert num_left == 0
@@ -102,14 +111,15 @@ class PoolMachine(RuleBasedStateMachine):
             return False
         old, new = replaced
         assert (before[index], writer.table.block_ids[index]) == (old, new)
-        assert num_free or new == self.cached.pop(0), "free first, then the oldest"
+        self.cached -= set(evicted)
+        assert num_free or [new] == evicted, "free first, then in order"
         tables = [writer.table.block_ids for writer in self.writers]
         invariants.check_pool(self.pool, tables, copy_sources=[[old]])
         for offset in range(num_filled):
             self.memory[new * self.block_size + offset] = self.memory[
                 old * self.block_size + offset
             ]
-        self.pool.release([old])
+        self.pool.release_each([old])
         return True
 
     @precondition(lambda self: self.writers)
@@ -120,7 +130,7 @@ class PoolMachine(RuleBasedStateMachine):
         story = parent.story[:num_written] + [tokens] * (len(parent.story) - num_written)
         table = self.kv.fork(parent.table)
         assert table.block_ids == parent.table.block_ids
-        keys = extend_chain(self.root, story, self.block_size)
+        keys = self.chain(story)
         self.writers.append(Writer(story, keys, table, num_written, parent.num_sealed))
 
     @precondition(lambda self: self.writers)
@@ -135,16 +145,21 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99))
     def close(self, pick: int) -> None:
         writer = self.writers.pop(pick % len(self.writers))
-        let_go = [b for b in reversed(writer.table.block_ids) if b not in self.held()]
-        self.cached += [block_id for block_id in let_go if self.kv.index.key_of(block_id)]
+        known = [self.kv.index.key_of(block_id) for block_id in writer.table.block_ids]
+        keys = {*writer.keys[: writer.num_sealed], *(key for key in known if key is not None)}
         self.kv.close(writer.table)
         assert writer.table.block_ids == []
+        # Of equal blocks one stays, and what was sealed can be matched: whoever else computed it.
+        blocks = [self.kv.index.block_of(key) for key in keys]
+        assert None not in blocks
+        self.cached |= {block_id for block_id in blocks if block_id is not None} - self.held()
 
     @precondition(lambda self: self.writers)
     @rule(pick=st.integers(0, 99))
     def discard(self, pick: int) -> None:
         writer = self.writers.pop(pick % len(self.writers))
         let_go = [b for b in writer.table.block_ids if b not in self.held()]
+        self.discarded |= {key for b in let_go if (key := self.kv.index.key_of(b)) is not None}
         self.kv.discard(writer.table)
         assert all(self.pool.state(block_id) is BlockState.FREE for block_id in let_go)
         assert not any(self.kv.index.key_of(block_id) for block_id in let_go)
@@ -153,12 +168,26 @@ class PoolMachine(RuleBasedStateMachine):
     def the_ledger_agrees_with_its_holders(self) -> None:
         invariants.check_pool(self.pool, [writer.table.block_ids for writer in self.writers])
         invariants.check_index(self.pool, self.kv.index)
-        assert list(self.pool.cached_ids) == self.cached
+        assert set(self.pool.cached_ids) == self.cached
+        assert all(self.pool.count(block_id) for block_id in self.kv.duplicates)
         published, evicted = self.kv.index.take_changes()
         assert not self.matchable & set(published)
         assert set(evicted) <= self.matchable
         self.matchable = (self.matchable | set(published)) - set(evicted)
         assert self.matchable == {key for key, _block_id in self.kv.index.items()}
+
+    @invariant()
+    def a_cached_block_leaves_before_what_precedes_it(self) -> None:
+        cached = [self.kv.index.key_of(block_id) for block_id in self.pool.cached_ids]
+        places = {key: place for place, key in enumerate(cached) if key is not None}
+        for key, place in places.items():
+            parent, ancestors = key, set()
+            while (parent := self.parents[parent]) != self.root:
+                ancestors.add(parent)
+                if ancestors & self.discarded:
+                    break
+                assert parent in self.matchable, "a cached block without the one before it"
+                assert places.get(parent, len(places)) > place
 
     @invariant()
     def every_writer_reads_back_what_it_wrote(self) -> None:
