@@ -137,6 +137,10 @@ class Batcher:
         assert sequence.row is not None
         return int(self._batch.computed[sequence.row])
 
+    def is_scoring(self, sequence: SequenceState) -> bool:
+        """Return whether prompt tokens of a sequence with a row are to be scored by later plans."""
+        return sequence.row in self._batch.scoring
+
     def num_held_tokens(self, sequence: SequenceState) -> int:
         """Return the tokens that the blocks of a sequence with a row hold or are being given."""
         assert sequence.row is not None
@@ -287,7 +291,7 @@ class Batcher:
         Whoever waits for a prefix steps aside.
         """
         while (sequence := self._first_waiting()) is not None:
-            matched = self.kv.match(sequence.keys, sequence.num_known)
+            matched = self.kv.match(sequence.keys, sequence.num_matchable)
             step_id = self._planner.next_step
             if not self.prefix_waits.park(sequence, len(matched), step_id, others_run=others_run):
                 prefix = self._prefix_that_fits(sequence, matched, promised)

@@ -36,6 +36,7 @@ class StreamUpdate:
         num_cached_tokens: Prompt tokens that came from the prefix cache.
         finish: Set once, on the last update of the sibling.
         error: Reason, where finish is ERROR or CANCELLED.
+        prompt_logprobs: Of the prompt tokens but the first, where asked for, once, with sibling 0.
     """
 
     request_id: RequestId
@@ -46,6 +47,7 @@ class StreamUpdate:
     num_cached_tokens: int
     finish: FinishReason | None
     error: str | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,6 +72,7 @@ class _News:
     stream: _Stream
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None
 
@@ -182,6 +185,8 @@ class Consumer:
         stream.num_tokens += len(fresh)
         if item is not None:
             news.logprobs += item.logprobs[have:]
+            if index == have == 0:
+                news.prompt_logprobs = item.prompt_logprobs
             stream.num_cached_tokens = item.num_cached_tokens
             news.finish, news.error = item.finish, item.error
 
@@ -202,6 +207,7 @@ class Consumer:
             news.stream.num_cached_tokens,
             news.finish,
             news.error,
+            news.prompt_logprobs,
         )
         return [update]
 

@@ -181,3 +181,11 @@ def _check_running(replica: Replica, sequence: SequenceState) -> None:
     _require(0 <= waste < block_size, f"a sequence wastes {waste} slots of a tail block")
     _require(sequence.num_sealed == computed // block_size, "a full computed block is not sealed")
     _require(sequence.num_known <= sequence.max_known, "a sequence is longer than allowed")
+    scores = sequence.scores
+    if scores is None:
+        _require(not batcher.is_scoring(sequence), "a prompt is scored that nobody asked for")
+    else:
+        wanted = scores.num_wanted
+        _require(scores.num_done >= min(computed, wanted), "a prompt token was not scored")
+        is_left = max(held, scores.num_done) < wanted
+        _require(batcher.is_scoring(sequence) == is_left, "what is left to score is not known")

@@ -59,6 +59,20 @@ class RowStart:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ScoredTokens:
+    """Prompt tokens whose log-probabilities a step yields.
+
+    Args:
+        indices: int32 [num_scored], ascending, indices into the plan's `token_ids` of the tokens
+            before them, whose logits score them.
+        targets: int32 [num_scored], the tokens.
+    """
+
+    indices: IntArray
+    targets: IntArray
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """What every rank computes in one step; carries differences only.
 
@@ -85,6 +99,7 @@ class StepPlan:
             token yields new ones. A row that is about to be forked is named once per sibling.
         sample_siblings: int32 [num_samples], for which sibling each sample is drawn.
         num_steps: Steps to run, at least 1.
+        scored: Prompt tokens whose log-probabilities are wanted; None for none.
     """
 
     step_id: StepId
@@ -100,14 +115,16 @@ class StepPlan:
     sample_indices: IntArray
     sample_siblings: IntArray
     num_steps: int
+    scored: ScoredTokens | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one output position, in float.
+    """Log-probabilities at one position, in float.
 
     Args:
-        logprob: Of the chosen token.
+        logprob: Of the token that stands there; NaN for one of a prompt where the logits hold NaN
+            or infinity.
         top: (token id, log-probability) of the most likely tokens, most likely first.
     """
 
@@ -127,12 +144,14 @@ class StepResult:
             steps have none.
         errors: For the samples that raised in the last step run, which is the last for all:
             index -> reason. Their token id means nothing.
+        prompt_logprobs: One for each token of `StepPlan.scored`, in its order.
     """
 
     step_id: StepId
     token_ids: IntArray
     logprobs: dict[int, TokenLogprobs]
     errors: dict[int, str]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 # --- what a consumer reads ------------------------------------------------------------------
@@ -165,6 +184,8 @@ class StreamItem:
         num_cached_tokens: Prompt tokens taken from the prefix cache at first admission.
         finish: Set on the last item.
         error: Reason, where finish is ERROR or CANCELLED.
+        prompt_logprobs: Of the prompt tokens but the first, where asked for, with the first output
+            token of sibling 0; else empty.
     """
 
     name: StreamName
@@ -174,6 +195,7 @@ class StreamItem:
     num_cached_tokens: int
     finish: FinishReason | None
     error: str | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -44,6 +44,7 @@ class SampleMemory:
             num_computed=step.num_computed + step.num_tokens,
             num_tokens=np.ones_like(step.num_tokens),
             token_ids=token_ids,
+            scored=None,
         )
 
     def note(self, step: StepPlan, token_ids: IntArray) -> None:

@@ -96,7 +96,7 @@ class PrefixWaits:
             Whether it waits here; it comes back from `take_due`.
         """
         keys, block_size = sequence.keys, sequence.table.block_size
-        num_usable = min(len(keys), (sequence.num_known - 1) // block_size)
+        num_usable = min(len(keys), (sequence.num_matchable - 1) // block_size)
         if num_matched >= num_usable:
             return False
         computing = self._computing.get(keys[num_matched])

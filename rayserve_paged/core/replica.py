@@ -27,6 +27,7 @@ from rayserve_paged.core.messages import (
     StreamItem,
     StreamName,
     Tick,
+    TokenLogprobs,
 )
 from rayserve_paged.core.outbox import Outbox
 from rayserve_paged.core.request import FinishReason, ModelLimits
@@ -202,6 +203,7 @@ class Replica:
             sequence.num_cached_tokens or 0,
             finish,
             error,
+            self._prompt_logprobs(progress),
         )
         self._outbox.put(sequence.consumer_id, item)
         if finish is None:
@@ -216,6 +218,13 @@ class Replica:
         if not siblings:
             del self._sequences[request.request_id]
             self._finished.append((request.request_id, request.attempt))
+
+    def _prompt_logprobs(self, progress: Progress) -> tuple[TokenLogprobs, ...]:
+        """What goes with a first token; the consumer takes it, like the token, once."""
+        scores = progress.sequence.scores
+        if scores is None or progress.output_index > 0 or progress.token_id is None:
+            return ()
+        return scores.take()
 
     def _expire(self, consumers: list[ConsumerId]) -> None:
         gone = set(consumers)

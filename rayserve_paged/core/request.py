@@ -93,6 +93,8 @@ class SamplingParams:
         stop_token_ids: Ids that end the output (the id itself is part of token_ids).
         logprobs: Log-probabilities of this many most likely tokens with each output token;
             0 for the chosen token's alone, None for none.
+        prompt_logprobs: The same for each prompt token but the first, from the model's logits
+            before it. The prompt is then computed whole, whatever of it is cached.
 
     Raises:
         InvalidInputError: Naming the field, the value and what would be accepted.
@@ -116,6 +118,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field, and make tuples of those that hold several values."""
@@ -130,9 +133,10 @@ class SamplingParams:
         _integer("top_k", self.top_k, "an integer of at least 1, or 0 or -1 for all", -1)
         if self.seed is not None:
             _integer("seed", self.seed, f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)
-        if self.logprobs is not None:
-            accepted = f"an integer from 0 to {MAX_LOGPROBS}, or None"
-            _integer("logprobs", self.logprobs, accepted, 0, MAX_LOGPROBS)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                accepted = f"an integer from 0 to {MAX_LOGPROBS}, or None"
+                _integer(field, getattr(self, field), accepted, 0, MAX_LOGPROBS)
         normal: dict[str, object] = {
             field: _number(
                 field, getattr(self, field), f"a number from {low:g} to {high:g}", low, high

@@ -27,6 +27,9 @@ from rayserve_paged.core.sequence import Phase, SequenceState
 
 BoolArray = npt.NDArray[np.bool_]
 
+Scoring = tuple[SequenceState, int]
+"""A sequence, and how many tokens of its prompt a step scores."""
+
 _SPARE_COLUMNS = 2
 
 
@@ -69,6 +72,7 @@ class Flight:
         num_ahead: Samples of each sampled row that later plans count on.
         steady: Set where the batch was in its steady state.
         outputs: int32 [num_samples], output index of each sample, set with `steady`.
+        scoring: What the plan scores, in its order.
     """
 
     plan: StepPlan
@@ -78,6 +82,7 @@ class Flight:
     num_ahead: int = 0
     steady: SteadyState | None = None
     outputs: IntArray | None = None
+    scoring: list[Scoring] = dataclasses.field(default_factory=list)
 
 
 class RunningBatch:
@@ -117,6 +122,8 @@ class RunningBatch:
         self.held_back = np.zeros(num_rows, np.bool_)
         # Rows whose sequence or table the ranks do not know yet.
         self.unannounced: set[int] = set()
+        # Rows with prompt tokens that no step in flight or before has scored.
+        self.scoring: set[int] = set()
         # Rows kept free for siblings that are not born yet.
         self.num_reserved_rows = 0
         self.flights: deque[Flight] = deque()
@@ -187,6 +194,8 @@ class RunningBatch:
         self.plain[row] = sequence.num_outputs > 0 and sequence.request.params.logprobs is None
         self.held_back[row] = False
         self.unannounced.add(row)
+        if sequence.scores is not None and not sequence.scores.is_complete:
+            self.scoring.add(row)
         self._note_stops(sequence.stop_ids)
         bisect.insort(self._order, sequence, key=SequenceState.order_key)
         self._rows_changed = True
@@ -242,6 +251,7 @@ class RunningBatch:
         self.sync(sequence)
         self.unfork(row)
         self.unannounced.discard(row)
+        self.scoring.discard(row)
         self.num_reserved_rows -= sequence.num_unborn
         self.alive[row] = False
         self.prefix_waits.leave(sequence)

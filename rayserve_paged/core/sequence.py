@@ -9,6 +9,7 @@ from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockKey, ConsumerId, Row, StepId
 from rayserve_paged.core.messages import StreamName
 from rayserve_paged.core.partial_index import BlockContent
+from rayserve_paged.core.prompt_scores import PromptScores
 from rayserve_paged.core.request import FinishReason, Request
 
 
@@ -55,6 +56,7 @@ class SequenceState:
         "request",
         "root",
         "row",
+        "scores",
         "sibling",
         "stop_ids",
         "table",
@@ -96,6 +98,10 @@ class SequenceState:
         self.finish: FinishReason | None = None
         # Step before which it first waited for a prefix that another sequence computes.
         self.waits_since: StepId | None = None
+        # Of the sequence that computes the prompt alone, where they were asked for.
+        self.scores: PromptScores | None = None
+        if params.prompt_logprobs is not None:
+            self.scores = PromptScores(self.num_prompt)
 
     @property
     def consumer_id(self) -> ConsumerId:
@@ -112,6 +118,16 @@ class SequenceState:
         """Output tokens so far."""
         return len(self.tokens) - self.num_prompt
 
+    @property
+    def num_matchable(self) -> int:
+        """Known tokens of which all but the last may be taken from the prefix cache.
+
+        What is taken has no logits, so tokens that are still to be scored are none of them.
+        """
+        if self.scores is None or self.scores.is_complete:
+            return self.num_known
+        return self.scores.num_done + 1
+
     def order_key(self) -> tuple[int, int, int]:
         """Return what decides who goes first: priority, then arrival, then sibling."""
         return self.request.priority, self.arrival, self.sibling
@@ -127,6 +143,7 @@ class SequenceState:
         child.table = table
         child.row = None
         child.num_preemptions = 0
+        child.scores = None
         return child
 
     def key(self, block_index: int) -> BlockKey:

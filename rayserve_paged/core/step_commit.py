@@ -8,6 +8,7 @@ from rayserve_paged.core.ids import ConsumerId
 from rayserve_paged.core.messages import IntArray, StepResult, TokenLogprobs, TokenRun
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.running_batch import Flight, RunningBatch
+from rayserve_paged.core.scored_tokens import take_in_scores
 from rayserve_paged.core.sequence import SequenceState
 
 
@@ -68,6 +69,8 @@ class StepCommit:
             batch.end[plan.rows] -= plan.num_steps - num_run
         if self._flight.num_ahead:
             batch.ahead[self._flight.sampled] -= self._flight.num_ahead
+        if self._flight.scoring:
+            take_in_scores(self._flight.scoring, result.prompt_logprobs)
         if num_run > 1 and self._is_undisturbed():
             self._take_in_at_once()
             return self._committed

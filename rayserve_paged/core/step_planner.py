@@ -13,6 +13,7 @@ from rayserve_paged.core import policy
 from rayserve_paged.core.ids import BlockId, Row, StepId
 from rayserve_paged.core.messages import IntArray, RowStart, StepPlan
 from rayserve_paged.core.running_batch import BoolArray, Flight, RunningBatch, SteadyState
+from rayserve_paged.core.scored_tokens import plan_scores
 from rayserve_paged.core.sequence import SequenceState
 
 _NO_INTS = np.zeros(0, np.int32)
@@ -117,6 +118,7 @@ class StepPlanner:
         token_ids, late = self._tokens_to_compute(rows, computed, num_tokens)
         indices, siblings, forks = self._samples(rows, samples)
         starts = self._announce(rows)
+        scored, scoring = plan_scores(batch, rows, computed, num_tokens)
         steady = None if starts or forks else self._settle(rows, num_tokens, indices, siblings)
         num_steps = 1
         if steady is not None and max_steps > 1:
@@ -135,9 +137,10 @@ class StepPlanner:
             sample_indices=indices,
             sample_siblings=siblings,
             num_steps=num_steps,
+            scored=scored,
         )
         batch.end[rows] = computed + (num_tokens + (num_steps - 1))
-        flight = Flight(plan, rows[indices], copied[1], forks)
+        flight = Flight(plan, rows[indices], copied[1], forks, scoring=scoring)
         self._take_off(flight)
         self._steady = steady if num_steps == 1 else None
         return plan

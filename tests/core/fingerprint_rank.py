@@ -6,7 +6,7 @@ keep up to date: a slot that is stale, foreign, misplaced or missing changes the
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,13 @@ import numpy.typing as npt
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.ids import Row
-from rayserve_paged.core.messages import RowStart, StepPlan, StepResult
+from rayserve_paged.core.messages import (
+    RowStart,
+    ScoredTokens,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from rayserve_paged.core.request import (
     FinishReason,
     ModelLimits,
@@ -62,6 +68,15 @@ def next_token(
     return int.from_bytes(digest.digest(), "little") % vocab_size
 
 
+def score(slots: Slots, target: int, num_top: int) -> TokenLogprobs:
+    """Hash a history and the prompt token after it to what stands for its log-probability."""
+    digest = hashlib.blake2b(slots.tobytes() + target.to_bytes(4, "little"), digest_size=8)
+    value = int.from_bytes(digest.digest(), "little")
+    return TokenLogprobs(
+        -(value % 10000) / 1000, tuple((value % 97 + i, -1.0) for i in range(num_top))
+    )
+
+
 class ScheduledRow(NamedTuple):
     """What one row computed in one step."""
 
@@ -102,6 +117,7 @@ class FingerprintRank:
         token_ids[plan.late] = [self.sampled[int(row)] for row in of_token[plan.late]]
         tokens: list[npt.NDArray[np.int32]] = []
         errors: dict[int, str] = {}
+        prompt_logprobs: list[TokenLogprobs] = []
         for _step in range(plan.num_steps):
             if _step > 0:
                 computed, num_tokens = computed + num_tokens, np.ones_like(num_tokens)
@@ -114,6 +130,8 @@ class FingerprintRank:
             ]
             self.history.append(scheduled)
             self._write(scheduled, token_ids)
+            if plan.scored is not None:
+                prompt_logprobs += self._score(plan.scored, scheduled)
             row_tokens, errors = self._sample(plan, scheduled)
             tokens.append(np.array(row_tokens, np.int32))
             if errors or (self.interrupt is not None and self.interrupt()):
@@ -121,7 +139,7 @@ class FingerprintRank:
         sampled_rows = plan.rows[plan.sample_indices].tolist()
         # Of this plan alone: what an older one sampled is known by now.
         self.sampled = dict(zip(sampled_rows, tokens[-1].tolist(), strict=True))
-        return StepResult(plan.step_id, np.stack(tokens), {}, errors)
+        return StepResult(plan.step_id, np.stack(tokens), {}, errors, tuple(prompt_logprobs))
 
     def _copy(self, copies: npt.NDArray[np.int32]) -> None:
         block_size = self.limits.block_size
@@ -147,6 +165,20 @@ class FingerprintRank:
             first += num_tokens
         assert first == len(token_ids), "the plan's tokens do not add up"
         assert len(set(written)) == len(written), "two rows write one slot in one step"
+
+    def _score(
+        self, scored: ScoredTokens, scheduled: list[ScheduledRow]
+    ) -> Iterator[TokenLogprobs]:
+        places = [
+            (row, position)
+            for row, num_computed, num_tokens, _samples in scheduled
+            for position in range(num_computed, num_computed + num_tokens)
+        ]
+        for index, target in zip(scored.indices.tolist(), scored.targets.tolist(), strict=True):
+            row, position = places[index]
+            num_top = self.starts[row].params.prompt_logprobs
+            assert num_top is not None, "nobody asked for it"
+            yield score(self.read(row, position + 1), target, num_top)
 
     def _sample(
         self, plan: StepPlan, scheduled: list[ScheduledRow]
@@ -178,6 +210,14 @@ class Expected(NamedTuple):
 
     token_ids: tuple[int, ...]
     finish: FinishReason
+
+
+def prompt_oracle(request: Request) -> tuple[TokenLogprobs, ...]:
+    """Score a prompt's tokens but the first, on a plain list of them."""
+    tokens, num_top = request.prompt_token_ids, request.params.prompt_logprobs
+    assert num_top is not None
+    slots = fingerprints(tokens, np.arange(len(tokens)), request.adapter, request.attachments)
+    return tuple(score(slots[:end], tokens[end], num_top) for end in range(1, len(tokens)))
 
 
 def oracle(request: Request, limits: ModelLimits, sibling: int = 0) -> Expected:

@@ -32,6 +32,7 @@ from rayserve_paged.core.messages import (
     StepPlan,
     StepResult,
     Tick,
+    TokenLogprobs,
 )
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request, SamplingParams, admit
@@ -107,6 +108,7 @@ class Stream:
     finish: FinishReason | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Reader:
@@ -139,6 +141,9 @@ class Reader:
             stream.token_ids += update.token_ids
             stream.finish, stream.error = update.finish, update.error
             stream.num_cached_tokens = update.num_cached_tokens
+            if update.prompt_logprobs:
+                assert not stream.prompt_logprobs, "the prompt's log-probabilities came twice"
+                stream.prompt_logprobs = update.prompt_logprobs
 
 
 class ReplicaDriver:
