@@ -110,9 +110,9 @@ async def _answer_as_it_comes(llm: LLM, entry: PromptEntry, times: "_Times") -> 
 def json_fields(output: RequestOutput) -> dict[str, Any]:
     """Return what the command prints of one request.
 
-    `logprobs`, `cumulative_logprob` and `error` are there where there are any. Where more than one
-    sample was asked for, `samples` lists them all in their order, and what is outside is of the
-    first.
+    `logprobs`, `cumulative_logprob`, `prompt_logprobs` and `error` are there where there are any.
+    Where more than one sample was asked for, `samples` lists them all in their order, and what is
+    outside is of the first.
     """
     fields: dict[str, Any] = {
         "request_id": output.request_id,
@@ -126,6 +126,11 @@ def json_fields(output: RequestOutput) -> dict[str, Any]:
         "tpot_s": output.tpot_s,
         **_optional_fields(output.samples[0]),
     }
+    if output.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = [
+            None if position is None else _logprobs_fields(position)
+            for position in output.prompt_logprobs
+        ]
     if output.error is not None:
         fields["error"] = output.error
     if len(output.samples) > 1:

@@ -111,6 +111,7 @@ class Generation:
         params = job.request.params
         self._samples = [_Sample(i, params, tokenizer) for i in range(params.num_siblings)]
         self._num_cached_tokens = 0
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._replica: str | None = None
         self._submitted_s = 0.0
 
@@ -133,6 +134,7 @@ class Generation:
             return None
         self._replica = update.replica_id
         self._num_cached_tokens = update.num_cached_tokens
+        self._prompt_logprobs += update.prompt_logprobs
         text, token_ids, logprobs = sample.push(update, now, *self._ending(update))
         ended = all(sample.finish is not None for sample in self._samples)
         return StreamChunk(
@@ -159,6 +161,13 @@ class Generation:
                 sample.end(FinishReason.ERROR, reason)
         return dataclasses.replace(self._output(), error=reason)
 
+    def _all_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        request, scores = self.job.request, self._prompt_logprobs
+        if request.params.prompt_logprobs is None:
+            return None
+        # Absent where the request ended before its first token.
+        return (None, *scores) if len(scores) == len(request.prompt_token_ids) - 1 else None
+
     def _output(self) -> RequestOutput:
         request, samples = self.job.request, self._samples
         errors = [sample.error for sample in samples if sample.error is not None]
@@ -172,6 +181,7 @@ class Generation:
             prompt=self.job.prompt,
             prompt_token_ids=request.prompt_token_ids,
             samples=tuple(s.output(shows_logprobs=self.job.shows_logprobs) for s in samples),
+            prompt_logprobs=self._all_prompt_logprobs(),
             num_cached_tokens=self._num_cached_tokens,
             replica=self._replica,
             ttft_s=min(starts) - self._submitted_s if starts else None,

@@ -51,6 +51,9 @@ class RequestOutput:
         samples: `n` samples, in the order of their draws. Of `best_of` samples that are more than
             `n`, those with the highest `cumulative_logprob`, the highest first; one that failed or
             was cancelled comes behind all that were not.
+        prompt_logprobs: Where asked for, one for each of `prompt_token_ids`, of which the first is
+            None, since nothing comes before it; else None, as where the request ended before its
+            first output token.
         num_cached_tokens: Prompt tokens that came from the prefix cache; their KV was not computed.
         replica: Who served it, None where it reached none.
         ttft_s: Seconds from submission to the first token, None where there was none.
@@ -62,6 +65,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     samples: tuple[SampleOutput, ...]
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     num_cached_tokens: int
     replica: str | None
     ttft_s: float | None

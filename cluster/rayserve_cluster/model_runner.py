@@ -13,6 +13,7 @@ from rayserve_kernels.layout import KVPool
 from rayserve_paged.core.messages import IntArray, StepPlan, StepResult, TokenLogprobs
 from rayserve_paged.core.request import SamplingParams
 from rayserve_paged.model.build import StepModel
+from rayserve_paged.model.prompt_scorer import PromptScorer
 from rayserve_paged.model.row_content import RowContent
 from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import LogitEdits, SamplingRow
@@ -59,6 +60,8 @@ class ModelRunner:
         self._counts: dict[int, TokenCounts] = {}
         # Of the rows that have an adapter or attached content.
         self._contents: dict[int, RowContent] = {}
+        # Of the step that was run last; on rank 0 alone.
+        self._scorer: PromptScorer | None = None
         self._history = hashlib.blake2b(digest_size=16)
 
     @property
@@ -83,8 +86,9 @@ class ModelRunner:
         batch = self._batch(plan)
         for array in (plan.rows, plan.num_computed, plan.num_tokens, plan.token_ids):
             self._history.update(array.tobytes())
+        self._scorer = scorer = self._make_scorer(plan)
         with torch.inference_mode():
-            return self.model.forward(batch, self.pool)
+            return self.model.forward(batch, self.pool, None if scorer is None else scorer.take)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
         """Choose the next tokens of a step; a row that has no choice fails alone.
@@ -116,7 +120,18 @@ class ModelRunner:
             token_ids, logprobs, errors = self._sampler.sample(logits, sampling_rows)
         except _ROW_ERRORS:
             token_ids, logprobs, errors = self._sample_each(logits, sampling_rows)
-        return StepResult(plan.step_id, token_ids[None], logprobs, errors)
+        scores = () if self._scorer is None else self._scorer.scores
+        return StepResult(plan.step_id, token_ids[None], logprobs, errors, scores)
+
+    def _make_scorer(self, plan: StepPlan) -> PromptScorer | None:
+        if plan.scored is None:
+            return None
+        ends = np.cumsum(plan.num_tokens)
+        rows = plan.rows[np.searchsorted(ends, plan.scored.indices, side="right")]
+        # A follower knows no parameters, and its model calls nobody.
+        counts = [p.prompt_logprobs or 0 for row in rows.tolist() if (p := self._params[row])]
+        vocab_size = self.model.spec.vocab_size
+        return PromptScorer(plan.scored.targets.tolist(), counts, vocab_size)
 
     def _count(self, plan: StepPlan) -> None:
         """Count what a step computed beyond the history that its rows started with."""
@@ -200,6 +215,9 @@ class ModelRunner:
             metadata=metadata,
             logits_rows=torch.from_numpy(ends[np.unique(plan.sample_indices)] - 1).to(device),
             salts=self._salts(plan),
+            scored_rows=None
+            if plan.scored is None
+            else torch.from_numpy(plan.scored.indices.astype(np.int64)).to(device),
         )
 
     def _salts(self, plan: StepPlan) -> torch.Tensor | None:

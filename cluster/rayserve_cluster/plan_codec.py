@@ -3,7 +3,8 @@
     header    step id (low, high), and how many of each that follows
     starts    row, num_computed, num_prompt_tokens, number of blocks: one field after another
     arrays    blocks of the starts, append_rows, append_blocks, copies, rows, num_computed,
-              num_tokens, token_ids, sample_indices, sample_siblings
+              num_tokens, token_ids, sample_indices, sample_siblings, scored.indices,
+              scored.targets
     contents  adapters and attachments of the starts, where any has some (`row_content_codec`)
 
 A plan here is one step in which every token is known (`core.plan_steps`). Sampling parameters
@@ -17,14 +18,14 @@ import numpy.typing as npt
 
 from rayserve_cluster.row_content_codec import encode_contents, with_contents
 from rayserve_paged.core.ids import Row, StepId
-from rayserve_paged.core.messages import IntArray, RowStart, StepPlan
+from rayserve_paged.core.messages import IntArray, RowStart, ScoredTokens, StepPlan
 from rayserve_paged.core.request import SamplingParams
 
 FOLLOWER_PARAMS = SamplingParams(temperature=0.0)
 """What a decoded plan holds in place of sampling parameters."""
 
 _INT32 = np.dtype("<i4")
-_HEADER_FIELDS = 10
+_HEADER_FIELDS = 11
 _START_FIELDS = 4
 
 
@@ -44,6 +45,7 @@ def encode_plan(plan: StepPlan) -> bytes:
         len(plan.token_ids),
         len(plan.sample_indices),
         len(contents),
+        0 if plan.scored is None else len(plan.scored.indices),
     ]
     starts = [
         (start.row, start.num_computed, start.num_prompt_tokens, len(start.block_ids))
@@ -63,6 +65,7 @@ def encode_plan(plan: StepPlan) -> bytes:
         plan.sample_indices,
         plan.sample_siblings,
         contents,
+        *(() if plan.scored is None else (plan.scored.indices, plan.scored.targets)),
     ]
     return np.concatenate(parts, dtype=_INT32, casting="unsafe").tobytes()
 
@@ -78,7 +81,7 @@ def decode_plan(payload: bytes) -> StepPlan:
     fields = np.frombuffer(payload, _INT32)
     header = fields[:_HEADER_FIELDS].view(np.uint32).tolist()
     low, high, num_starts, num_start_blocks, num_appends, num_copies, *rest = header
-    num_rows, num_tokens, num_samples, num_contents = rest
+    num_rows, num_tokens, num_samples, num_contents, num_scored = rest
     sizes = (
         *(num_starts,) * _START_FIELDS,
         num_start_blocks,
@@ -88,6 +91,7 @@ def decode_plan(payload: bytes) -> StepPlan:
         num_tokens,
         *(num_samples,) * 2,
         num_contents,
+        *(num_scored,) * 2,
     )
     if len(fields) != _HEADER_FIELDS + sum(sizes):
         raise ValueError(f"a step plan of {sum(sizes)} fields in {len(payload)} bytes")
@@ -115,6 +119,7 @@ def decode_plan(payload: bytes) -> StepPlan:
         sample_indices=arrays[12],
         sample_siblings=arrays[13],
         num_steps=1,
+        scored=ScoredTokens(arrays[15], arrays[16]) if num_scored else None,
     )
 
 

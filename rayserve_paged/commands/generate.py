@@ -75,6 +75,9 @@ _Stop = Annotated[list[str] | None, _sampling("String that ends the text; may be
 _Logprobs = Annotated[
     int | None, _sampling("Log-probabilities of this many tokens at each position.")
 ]
+_PromptLogprobs = Annotated[
+    int | None, _sampling("The same at each position of the prompt but the first.")
+]
 _Tp = Annotated[int | None, _deployment("Ranks of each replica (1).")]
 _Replicas = Annotated[int | None, _deployment("Replicas (1).")]
 _Dtype = Annotated[str | None, _deployment("fp32 (the default), bf16 or fp16.")]
@@ -129,6 +132,7 @@ def generate(
     ignore_eos: _IgnoreEos = False,
     stop: _Stop = None,
     logprobs: _Logprobs = None,
+    prompt_logprobs: _PromptLogprobs = None,
     tp: _Tp = None,
     replicas: _Replicas = None,
     dtype: _Dtype = None,
@@ -166,6 +170,7 @@ def generate(
         "ignore_eos": ignore_eos or None,
         "stop": stop or None,
         "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
     }
     flags = {
         "name": name,

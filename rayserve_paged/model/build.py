@@ -1,5 +1,6 @@
 """Builds the model of one rank from its source."""
 
+from collections.abc import Callable
 from typing import Protocol, assert_never
 
 import torch
@@ -28,12 +29,19 @@ class StepModel(Protocol):
         """Layout of the pool that `forward` needs on this rank."""
         ...
 
-    def forward(self, batch: StepBatch, pool: KVPool) -> torch.Tensor | None:
+    def forward(
+        self,
+        batch: StepBatch,
+        pool: KVPool,
+        take_scored: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor | None:
         """Compute a step; every rank of the group calls it with the same batch.
 
         Args:
             batch: The step.
             pool: Of `kv_layout`; the tokens' keys and values are written into it.
+            take_scored: Called on rank 0 with the logits of each of `batch.scored_slices`, fp32
+                [n, vocab_size], in their order; needed there where `batch.scored_rows` is set.
 
         Returns:
             fp32 [num_logits, vocab_size] on rank 0, None elsewhere.

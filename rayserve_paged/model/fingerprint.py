@@ -7,7 +7,8 @@ up, missing or of another sequence changes them. All arithmetic is modulo 2**64,
 exact at any batch, chunking and tensor-parallel width.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -60,17 +61,30 @@ class FingerprintModel:
             dtype=torch.int64,
         )
 
-    def forward(self, batch: StepBatch, pool: KVPool) -> torch.Tensor | None:
+    def forward(
+        self,
+        batch: StepBatch,
+        pool: KVPool,
+        take_scored: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor | None:
         """Write the tokens' fingerprints, then hash those of each wanted row's sequence.
 
         Args:
             batch: The step.
             pool: Of `kv_layout`; written in place.
+            take_scored: As `StepModel.forward`.
 
         Returns:
             fp32 [num_logits, vocab_size] on rank 0, None elsewhere.
         """
         self._write(batch, pool)
+        for rows in batch.scored_slices(self._config.vocab_size):
+            logits = self._logits(dataclasses.replace(batch, logits_rows=rows), pool)
+            if logits is not None and take_scored is not None:
+                take_scored(logits)
+        return self._logits(batch, pool)
+
+    def _logits(self, batch: StepBatch, pool: KVPool) -> torch.Tensor | None:
         partial = self._read(batch, pool)
         # Halves are added apart, since a sum of 64-bit numbers may overflow, which a collective
         # need not wrap.

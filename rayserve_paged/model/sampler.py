@@ -87,7 +87,7 @@ class Sampler:
         for part, values in _chunks(logits, reported):
             for index, raw in zip(part, values, strict=True):
                 count = rows[index].params.logprobs
-                logprobs[index] = _logprobs(raw, int(token_ids[index]), count, scratch)
+                logprobs[index] = token_logprobs(raw, int(token_ids[index]), count, scratch)
         return token_ids, logprobs, errors
 
 
@@ -191,10 +191,10 @@ def _invert(weights: FloatArray, draws: FloatArray) -> IntArray:
     return chosen
 
 
-def _logprobs(
+def token_logprobs(
     logits: FloatArray, token_id: int, count: int | None, scratch: Scratch
 ) -> TokenLogprobs:
-    """Log-probabilities of one token and of the `count` most likely ones.
+    """Return the log-probabilities of one token and of the `count` most likely ones.
 
     Args:
         logits: float64 [vocab_size], finite or -inf, with a finite maximum; overwritten.

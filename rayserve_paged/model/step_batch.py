@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from rayserve_kernels.attention import AttentionMetadata
 
 
+_SLICE_ELEMENTS = 1 << 21
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
     """The tokens of one step, sequence after sequence, without padding.
@@ -22,6 +25,8 @@ class StepBatch:
         logits_rows: int64 [num_logits], indices into `token_ids` whose logits are wanted.
         salts: int64 [num_tokens], what `RowContent.salts` makes of each token's adapter and
             content; None where no token has either, as with every model that takes none.
+        scored_rows: int64 [num_scored], indices into `token_ids` whose logits score the token after
+            them; None for none.
     """
 
     token_ids: torch.Tensor
@@ -29,3 +34,16 @@ class StepBatch:
     metadata: AttentionMetadata
     logits_rows: torch.Tensor
     salts: torch.Tensor | None = None
+    scored_rows: torch.Tensor | None = None
+
+    def scored_slices(self, vocab_size: int) -> tuple[torch.Tensor, ...]:
+        """Deal `scored_rows`, in order, into slices whose logits are held at once.
+
+        Args:
+            vocab_size: Of the model; a slice has about 2 million logits, 8 MiB, at least one row.
+        """
+        if self.scored_rows is None:
+            return ()
+        num_rows = max(1, _SLICE_ELEMENTS // vocab_size)
+        slices: tuple[torch.Tensor, ...] = self.scored_rows.split(num_rows)
+        return slices

@@ -5,6 +5,7 @@ Hugging Face cache. The pool, the backend and the metadata travel as keyword arg
 model's own forward to the attention function, so ranks may live in threads of one process.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,7 @@ class ShardedTransformer:
         builder = _ShardBuilder(
             WeightReader(source.directory, dtype, device), self._share, collectives
         )
+        self._model: Any
         self._model, self._vocab_widths = builder.build(source, device)
 
     def kv_layout(self, block_size: int) -> KVLayout:
@@ -70,26 +72,41 @@ class ShardedTransformer:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, pool: KVPool) -> torch.Tensor | None:
+    def forward(
+        self,
+        batch: StepBatch,
+        pool: KVPool,
+        take_scored: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor | None:
         """Compute a step; every rank of the group calls it with the same batch.
 
         Args:
             batch: The step.
             pool: Of `kv_layout`; the tokens' keys and values are written into it.
+            take_scored: As `StepModel.forward`.
 
         Returns:
             fp32 [num_logits, vocab_size] on rank 0, None elsewhere.
         """
-        output = self._model(
+        # Without its head, whose logits are wanted for a few tokens alone, or in slices.
+        output = self._model.model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
-            logits_to_keep=batch.logits_rows,
             pool=pool,
             backend=self._backend,
             metadata=batch.metadata,
         )
-        logits = self._collectives.gather_rows(output.logits[0], self._vocab_widths)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        for rows in batch.scored_slices(self.spec.vocab_size):
+            logits = self._logits(hidden[rows])
+            if logits is not None and take_scored is not None:
+                take_scored(logits)
+        return self._logits(hidden[batch.logits_rows])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """fp32 [n, vocab_size] on rank 0 of this many last hidden states, None elsewhere."""
+        logits = self._collectives.gather_rows(self._model.lm_head(hidden), self._vocab_widths)
         # Rows beyond the tokenizer's ids only pad the matrix.
         return None if logits is None else logits[:, : self.spec.vocab_size].float()
 

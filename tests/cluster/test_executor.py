@@ -114,7 +114,12 @@ class FailingModel:
     def kv_layout(self, block_size: int) -> KVLayout:
         return KVLayout(1, 1, block_size, 1, torch.int64)
 
-    def forward(self, batch: StepBatch, pool: KVPool) -> torch.Tensor | None:
+    def forward(
+        self,
+        batch: StepBatch,
+        pool: KVPool,
+        take_scored: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor | None:
         self._num_steps += 1
         if self._num_steps == 2 and self._group.rank == self._failing_rank:
             raise MemoryError("no room")

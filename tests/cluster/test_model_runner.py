@@ -1,6 +1,6 @@
 """One rank's runner: batches from plans, rows by differences, choices that fail alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -35,7 +35,12 @@ class RecordingModel:
     def kv_layout(self, block_size: int) -> KVLayout:
         return KVLayout(1, 1, block_size, 1, torch.int64)
 
-    def forward(self, batch: StepBatch, pool: KVPool) -> torch.Tensor | None:
+    def forward(
+        self,
+        batch: StepBatch,
+        pool: KVPool,
+        take_scored: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor | None:
         self.batches.append(batch)
         return self.logits
 

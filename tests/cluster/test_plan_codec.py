@@ -15,7 +15,7 @@ from rayserve_cluster.plan_codec import FOLLOWER_PARAMS, decode_plan, encode_pla
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.ids import Row, StepId
-from rayserve_paged.core.messages import RowStart, StepPlan
+from rayserve_paged.core.messages import RowStart, ScoredTokens, StepPlan
 from rayserve_paged.core.request import SamplingParams
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -49,6 +49,7 @@ def row_starts(draw: st.DrawFn) -> RowStart:
 @st.composite
 def step_plans(draw: st.DrawFn) -> StepPlan:
     num_appends, num_rows, num_samples = (draw(st.integers(0, 6)) for _ in range(3))
+    num_scored = draw(st.integers(1, 6))
     return StepPlan(
         step_id=StepId(draw(st.integers(0, 2**63 - 1))),
         starts=tuple(draw(st.lists(row_starts(), max_size=4))),
@@ -63,6 +64,7 @@ def step_plans(draw: st.DrawFn) -> StepPlan:
         sample_indices=draw(ints(num_samples)),
         sample_siblings=draw(ints(num_samples)),
         num_steps=1,
+        scored=draw(st.none() | st.builds(ScoredTokens, ints(num_scored), ints(num_scored))),
     )
 
 
@@ -80,6 +82,8 @@ def plain(plan: StepPlan) -> dict[str, Any]:
         )
         for start in plan.starts
     ]
+    if plan.scored is not None:
+        fields["scored"] = (plan.scored.indices.tolist(), plan.scored.targets.tolist())
     return {
         name: (str(value.dtype), value.tolist()) if isinstance(value, np.ndarray) else value
         for name, value in fields.items()
@@ -125,4 +129,4 @@ def test_a_decode_step_of_64_rows_fits_into_2_kib() -> None:
         sample_siblings=np.zeros(64, np.int32),
         num_steps=1,
     )
-    assert len(encode_plan(plan)) == 4 * (10 + 2 * 4 + 6 * 64)
+    assert len(encode_plan(plan)) == 4 * (11 + 2 * 4 + 6 * 64)

@@ -1,6 +1,7 @@
 """A deployment of two replicas of two ranks on a local cluster."""
 
 import asyncio
+import dataclasses
 import ipaddress
 import os
 import subprocess
@@ -23,9 +24,11 @@ from ray_harness import (
 )
 
 from rayserve_cluster.ray_shell import RayShell
+from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.consumer import Consumer
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError
-from rayserve_paged.core.ids import ConsumerId
+from rayserve_paged.core.ids import ConsumerId, RequestId
 from rayserve_paged.core.messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.inprocess import InProcessShell
@@ -58,6 +61,39 @@ def test_streams_of_two_replicas_of_two_ranks_equal_those_of_one_process(shell: 
     assert [tokens(updates) for updates in streams] == expected
     assert [updates[-1].finish for updates in streams] == [FinishReason.LENGTH] * 8
     assert {updates[-1].replica_id for updates in streams} == {"r0", "r1"}
+
+
+def test_adapters_attachments_and_scores_go_through_every_process(shell: RayShell) -> None:
+    plain = request("s0", list(range(300, 340)), 6)
+    variants = [
+        dataclasses.replace(
+            plain,
+            request_id=RequestId(f"s{index}"),
+            params=dataclasses.replace(plain.params, prompt_logprobs=2),
+            adapter=adapter,
+            attachments=attachments,
+        )
+        for index, (adapter, attachments) in enumerate(
+            [
+                (None, ()),
+                (Adapter("a", "1"), ()),
+                (Adapter("a", "2"), ()),
+                (None, (Attachment(bytes(16), 3, 20),)),
+            ]
+        )
+    ]
+    oracle = InProcessShell(deployment_config("oracle"))
+    try:
+        expected = [asyncio.run(read_all(oracle, [alone]))[0] for alone in variants]
+    finally:
+        oracle.shutdown()
+    streams = asyncio.run(read_all(shell, variants))
+    for updates, alone in zip(streams, expected, strict=True):
+        assert tokens(updates) == tokens(alone)
+        (scores,) = [update.prompt_logprobs for update in updates if update.prompt_logprobs]
+        assert len(scores) == 39
+        assert scores == alone[0].prompt_logprobs
+    assert len({tuple(tokens(updates)) for updates in streams}) == len(variants)
 
 
 def test_a_second_round_finds_its_prompts_in_the_cache_of_the_same_replicas(

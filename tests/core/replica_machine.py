@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from fingerprint_rank import Expected, oracle
+from fingerprint_rank import Expected, oracle, prompt_oracle
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from replica_driver import (
@@ -150,6 +150,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         priorities=st.lists(st.sampled_from([0, 0, -1, 2]), min_size=1, max_size=4),
         identity=st.sampled_from(["plain", "plain", *IDENTITIES]),
         num_samples=st.sampled_from([1, 1, 2, 3, 4]),
+        prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         poison=st.sampled_from([*[None] * 5, (0, None), (2, None), (0, 1), (1, 0), (2, 1)]),
     )
     def submit(
@@ -161,6 +162,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         priorities: list[int],
         identity: str,
         num_samples: int,
+        prompt_logprobs: int | None,
         poison: tuple[int, int | None] | None,
     ) -> None:
         for temperature, priority in enumerate(priorities):
@@ -173,6 +175,7 @@ class ReplicaMachine(RuleBasedStateMachine):
                 temperature=temperature,
                 seed=self.num_submitted,
                 n=num_samples,
+                prompt_logprobs=prompt_logprobs,
             )
             request = dataclasses.replace(request, **IDENTITIES[identity])
             self.num_submitted += 1
@@ -364,6 +367,10 @@ class ReplicaMachine(RuleBasedStateMachine):
             for expected, stream in tracked.samples:
                 num_tokens = len(stream.token_ids)
                 assert stream.token_ids == expected.token_ids[:num_tokens]
+            first = tracked.samples[0][1]
+            scored = tracked.request.params.prompt_logprobs is not None and first.token_ids
+            scores = prompt_oracle(tracked.request) if scored else ()
+            assert first.prompt_logprobs == scores
 
     @invariant()
     def work_is_never_left_without_a_step(self) -> None:

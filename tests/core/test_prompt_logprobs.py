@@ -150,3 +150,18 @@ def test_scores_are_right_under_any_pressure(
 def test_a_number_of_logprobs_out_of_range_is_refused(value: object) -> None:
     with pytest.raises(InvalidInputError, match="an integer from 0 to 20, or None"):
         make_request([1], prompt_logprobs=value)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def test_who_wants_scores_waits_for_nobody_to_compute_its_prefix() -> None:
+    driver = ReplicaDriver(make_limits(32, 4), max_num_batched_tokens=64)
+    first = make_request(range(24), 2, prompt_logprobs=0)
+    again = dataclasses.replace(first, request_id="q1")
+    plain = make_request(range(24), 2, request_id="q2")
+    streams = [driver.submit(request) for request in (first, again, plain)]
+    driver.step()
+    assert driver.sequence(again).row is not None
+    driver.run()
+    for request, stream in zip((first, again), streams, strict=False):
+        assert_right(driver, request, stream)
+    # Who wants none takes the blocks that they compute.
+    assert [stream.num_cached_tokens for stream in streams] == [0, 0, 20]

@@ -32,6 +32,7 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
             draw.choices([0, 0, -1, 2], k=draw.randint(1, 4)),
             draw.choice(["plain", "plain", *IDENTITIES]),
             draw.choice([1, 1, 2, 3, 4]),
+            draw.choice([None, None, 0, 2]),
             draw.choice([*[None] * 10, (0, None), (2, None), (0, 2), (1, 0), (3, 1)]),
         )
 
