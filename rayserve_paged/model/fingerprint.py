@@ -150,7 +150,7 @@ def _spans(
 
 def _head_salts(config: FingerprintConfig, layer: int, part: int) -> tuple[int, ...]:
     """What sets the fingerprints of each KV head of a layer apart, as signed 64-bit numbers."""
-    model = _mix_int(config.weights_version)
+    model = _mix_int(_mix_int(0) + config.weights_version)
     place = _mix_int(model + 2 * layer + part)
     return tuple(_signed(_mix_int(place + head)) for head in range(config.num_kv_heads))
 

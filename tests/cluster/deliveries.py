@@ -6,11 +6,11 @@ from rayserve_paged.core.messages import Delivery, StreamItem
 
 
 def unfold(delivery: Delivery) -> Iterator[StreamItem]:
-    """Every item of a delivery; a run of tokens as one item for each."""
+    """Every item of a delivery; a run of tokens as one item for each stream."""
     for item in delivery.items:
         if isinstance(item, StreamItem):
             yield item
             continue
-        singles = zip(item.names, item.indices.tolist(), item.token_ids.tolist(), strict=True)
-        for name, index, token_id in singles:
-            yield StreamItem(name, index, (token_id,), (), 0, None, None)
+        streams = zip(item.names, item.indices.tolist(), item.token_ids.T.tolist(), strict=True)
+        for name, index, token_ids in streams:
+            yield StreamItem(name, index, tuple(token_ids), (), 0, None, None)
