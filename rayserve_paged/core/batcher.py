@@ -304,7 +304,7 @@ class Batcher:
     ) -> Prefix | None:
         """Return what a waiting sequence starts on; None where it cannot."""
         if self.kv.partials is not None:
-            content = sequence.content(len(matched), sequence.num_known - 1)
+            content = sequence.content(len(matched), sequence.num_matchable - 1)
             partial = self.kv.match_partly(content)
             # Its source is one block more to be held, until the step has finished.
             if partial is not None and self._fits(

@@ -17,9 +17,15 @@ def assert_right(driver: ReplicaDriver, request: Request, stream: Stream) -> Non
 
 
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
-def test_b59_a_cached_prompt_is_scored_whole_and_in_chunks(pipeline_depth: int) -> None:
+@pytest.mark.parametrize("partial_reuse", [False, True])
+def test_b59_a_cached_prompt_is_scored_whole_and_in_chunks(
+    pipeline_depth: int, partial_reuse: bool
+) -> None:
     driver = ReplicaDriver(
-        make_limits(32, 16), max_num_batched_tokens=10, pipeline_depth=pipeline_depth
+        make_limits(32, 16),
+        max_num_batched_tokens=10,
+        pipeline_depth=pipeline_depth,
+        partial_reuse=partial_reuse,
     )
     first = make_request(range(33), prompt_logprobs=2)
     again = dataclasses.replace(first, request_id="q1")
@@ -122,17 +128,23 @@ def test_a_cancelled_request_delivers_no_part_of_its_scores() -> None:
         max_size=6,
     ),
     num_blocks=st.integers(9, 20),
+    partial_reuse=st.booleans(),
     budget=st.sampled_from([1, 3, 7, 64]),
     pipeline_depth=st.sampled_from([1, 2]),
 )
 def test_scores_are_right_under_any_pressure(
-    prompts: list[tuple[int, int | None, int]], num_blocks: int, budget: int, pipeline_depth: int
+    prompts: list[tuple[int, int | None, int]],
+    num_blocks: int,
+    partial_reuse: bool,
+    budget: int,
+    pipeline_depth: int,
 ) -> None:
     driver = ReplicaDriver(
         make_limits(num_blocks, 2),
         max_num_batched_tokens=budget,
         pipeline_depth=pipeline_depth,
         max_decode_steps=3,
+        partial_reuse=partial_reuse,
     )
     requests = [
         make_request(
