@@ -167,6 +167,7 @@ class SlotMemory:
     def _be_sure_it_may_be_written(self, block_id: int) -> None:
         assert self._pool.count(BlockId(block_id)), f"block {block_id} is written and not held"
         assert not self._pool.is_sealed(BlockId(block_id)), f"block {block_id} is sealed"
+        assert not self._pool.is_frozen(BlockId(block_id)), f"block {block_id} is frozen"
 
     def _write(
         self, row: int, num_computed: int, tokens: list[int], sample: Sample, root: int

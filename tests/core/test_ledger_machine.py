@@ -30,7 +30,15 @@ def test_five_thousand_random_operations_break_nothing(first: int) -> None:
     assert operations.total() >= 5000
     for name in ("submit", "chunk", "append", "fork", "cancel", "preempt", "evict"):
         assert operations[name] >= 10, f"hardly any {name} among {operations}"
-    for name in ("preempted", "resumed", "hit tokens", "evicted", "failed", "copied"):
+    for name in (
+        "preempted",
+        "resumed",
+        "hit tokens",
+        "evicted",
+        "failed",
+        "copied",
+        "found tokens of a block",
+    ):
         assert events[name] >= 10, f"hardly any were {name}: {events}"
 
 

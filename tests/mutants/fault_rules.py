@@ -243,7 +243,7 @@ def _wrong_sibling(function: ast.FunctionDef, source: Source) -> Iterator[Edit]:
 # Who holds a block, and under which key it can be found.
 _LEDGER = (
     r"^(block_pool|prefix_index|kv_manager|block_table|block_identity|accounting|sequence"
-    r"|pins?|retention|partial_tails|attention_window)\."
+    r"|pins?|retention|partial_index|prefix_wait|attention_window)\."
 )
 # Starts, ends, forks and copies: where a batch changes what is held.
 _MOVES = (
