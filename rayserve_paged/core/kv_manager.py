@@ -54,7 +54,7 @@ class KVManager:
         Args:
             content: What the sequence needs behind its matched blocks, its last token excluded.
         """
-        return self.partials.find(content) if self.partials else None
+        return None if self.partials is None else self.partials.find(content)
 
     def open(
         self,
