@@ -15,9 +15,10 @@ from collections.abc import Set as AbstractSet
 from rayserve_paged.core.consumer import Consumer, StreamUpdate
 from rayserve_paged.core.errors import PagedError, ReplicaLostError, RequestFailedError
 from rayserve_paged.core.ids import ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import Rejected, ReplicaLost, SubmitRequest
-from rayserve_paged.core.request import Request
+from rayserve_paged.core.messages import Placed, Rejected, ReplicaLost, SubmitRequest
+from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.deployment import Deployment
+from rayserve_paged.door import Door, overload
 
 _Source = tuple[ReplicaId, Incarnation]
 
@@ -39,12 +40,20 @@ class ConsumerLoop:
         self._streams: dict[RequestId, asyncio.Queue[StreamUpdate | None]] = {}
         self._pollers: dict[_Source, asyncio.Task[None]] = {}
         self._watcher: asyncio.Task[None] | None = None
+        self._door = Door(deployment)
         self._cancelling: set[asyncio.Task[None]] = set()
 
-    async def stream(self, request: Request) -> AsyncGenerator[StreamUpdate, None]:
+    async def stream(
+        self, request: Request, *, waits: bool = False
+    ) -> AsyncGenerator[StreamUpdate, None]:
         """Submit a request and yield what is new of it, until all of its samples have finished.
 
         Closing the generator early cancels them all; it returns once that was asked for.
+
+        Args:
+            request: Its deadline is counted from now.
+            waits: Whether to wait, as long as the deadline allows, where the deployment is
+                overloaded.
 
         Raises:
             PagedError: It was refused, or the deployment cannot be reached.
@@ -54,7 +63,7 @@ class ConsumerLoop:
         self._streams[request.request_id] = updates
         self._consumer.open(request)
         try:
-            await self._submit(request)
+            await self._submit(request, waits=waits)
             num_open = request.params.num_siblings
             while num_open:
                 update = await updates.get()
@@ -67,13 +76,20 @@ class ConsumerLoop:
             del self._streams[request.request_id]
             await self._give_up(request.request_id)
 
-    async def _submit(self, request: Request) -> None:
+    async def _submit(self, request: Request, *, waits: bool) -> None:
+        answer: Placed | Rejected | FinishReason
         answer = await self._deployment.submit(SubmitRequest(request))
-        if isinstance(answer, Rejected):
-            self._consumer.abandon(request.request_id)
-            raise answer.error
-        self._hand_out(self._consumer.placed(answer))
-        self._listen({(answer.replica_id, answer.incarnation)})
+        if waits and isinstance(answer, Rejected) and overload(answer) is not None:
+            answer = await self._door.wait(request, answer)
+        match answer:
+            case Placed():
+                self._hand_out(self._consumer.placed(answer))
+                self._listen({(answer.replica_id, answer.incarnation)})
+            case Rejected():
+                self._consumer.abandon(request.request_id)
+                raise answer.error
+            case FinishReason():
+                self._hand_out(self._consumer.end_unplaced(request.request_id, answer))
 
     async def _give_up(self, request_id: RequestId) -> None:
         attempt = self._consumer.attempt(request_id)
@@ -88,20 +104,22 @@ class ConsumerLoop:
             with contextlib.suppress(PagedError):
                 await self._deployment.cancel(request.request_id, request.attempt)
 
-    async def cancel(self, request_id: RequestId) -> None:
-        """Ask for the end of a request; its stream then ends as cancelled. Idempotent.
+    async def cancel(self, request_id: RequestId, sibling: int | None = None) -> None:
+        """Ask for the end of a request, or of one of its samples; what is ended so ends as
+        cancelled. Idempotent.
 
         Raises:
             DeploymentError: The deployment cannot be reached.
         """
         attempt = self._consumer.attempt(request_id)
-        if attempt is not None:
-            await self._deployment.cancel(request_id, attempt)
+        if attempt is not None and not self._door.cancel(request_id, sibling):
+            await self._deployment.cancel(request_id, attempt, sibling)
 
     async def close(self) -> None:
         """Cancel what is open and stop listening; open streams raise RequestFailedError."""
-        for updates in self._streams.values():
+        for request_id, updates in self._streams.items():
             updates.put_nowait(None)
+            self._door.cancel(request_id, None)
         await asyncio.gather(*map(self._give_up, self._consumer.open_requests))
         tasks = [*self._pollers.values(), *self._cancelling]
         if self._watcher is not None:

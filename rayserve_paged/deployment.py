@@ -42,8 +42,12 @@ class Deployment(Protocol):
         """
         ...
 
-    async def cancel(self, request_id: RequestId, attempt: Attempt) -> None:
-        """Withdraw a request wherever it is; its stream ends as cancelled. Idempotent."""
+    async def cancel(
+        self, request_id: RequestId, attempt: Attempt, sibling: int | None = None
+    ) -> None:
+        """Withdraw a request, or one of its samples, wherever it is; what is withdrawn ends as
+        cancelled. Idempotent.
+        """
         ...
 
     async def watch(self, consumer_id: ConsumerId) -> tuple[ReplicaLost, ...]:

@@ -56,6 +56,8 @@ class FrontEnd:
         request_id: str | None = None,
         *,
         scope: RequestScope | None = None,
+        tenant: str | None = None,
+        deadline_s: float | None = None,
         streaming: bool = False,
     ) -> Job:
         """Check a request against all that is known here, and draw what it leaves open.
@@ -66,6 +68,8 @@ class FrontEnd:
             priority: Lower is served first.
             request_id: None to draw one.
             scope: What it adds to the identity of its KV; None for nothing.
+            tenant: Who is charged under weighted-fair queueing.
+            deadline_s: Seconds from submission after which what is not done is given up.
             streaming: Whether its chunks are to be read as they come.
 
         Raises:
@@ -98,6 +102,8 @@ class FrontEnd:
             tenant_salt=scope.tenant_salt,
             adapter=scope.adapter,
             attachments=attachments,
+            tenant=tenant,
+            deadline_s=deadline_s,
         )
         admitted = admit(request, self._deployment.limits)
         return Job(request_id or private_id, text, admitted, shows_logprobs)
@@ -140,10 +146,11 @@ class FrontEnd:
         Raises:
             DuplicateRequestError: A live request has this id.
             RequestFailedError: It failed on the way; a stream that ends without an error is whole.
+            OverloadedError: As much waits in the deployment as may wait.
             PagedError: It was refused, or the deployment cannot be reached.
         """
         (generation,) = self._claim([job])
-        async with contextlib.aclosing(self._chunks(generation)) as chunks:
+        async with contextlib.aclosing(self._chunks(generation, waits=False)) as chunks:
             async for chunk in chunks:
                 if chunk.output is not None and chunk.output.error is not None:
                     raise RequestFailedError(job.name, chunk.output.error)
@@ -153,6 +160,8 @@ class FrontEnd:
         self, jobs: Sequence[Job], on_output: Callable[[RequestOutput], None] | None = None
     ) -> list[RequestOutput]:
         """Submit requests and wait until every one has ended, in whatever way.
+
+        Where the deployment is overloaded they wait here, in their order, until there is room.
 
         Args:
             jobs: The requests, submitted in this order.
@@ -188,15 +197,18 @@ class FrontEnd:
 
     async def _whole(self, generation: Generation) -> RequestOutput:
         output = None
-        async with contextlib.aclosing(self._chunks(generation)) as chunks:
+        async with contextlib.aclosing(self._chunks(generation, waits=True)) as chunks:
             async for chunk in chunks:
                 output = chunk.output
         assert output is not None, "the last chunk carries the output"
         return output
 
-    async def _chunks(self, generation: Generation) -> AsyncGenerator[StreamChunk, None]:
+    async def _chunks(
+        self, generation: Generation, *, waits: bool
+    ) -> AsyncGenerator[StreamChunk, None]:
         generation.begin(time.monotonic())
-        updates = self._loop.stream(generation.job.request)
+        request = generation.job.request
+        updates = self._loop.stream(request, waits=waits)
         try:
             async with contextlib.aclosing(updates):
                 async for update in updates:
@@ -206,6 +218,9 @@ class FrontEnd:
                     yield chunk
                     if chunk.output is not None:
                         return  # Where a stop string ended it, closing cancels the rest.
+                    if chunk.finish_reason is not None and update.finish is None:
+                        # A stop string has ended one sample of several.
+                        await self._loop.cancel(request.request_id, update.sibling)
         finally:
             self._release(generation)
 
@@ -223,20 +238,25 @@ class FrontEnd:
         if self._live.get(generation.job.name) is generation:
             del self._live[generation.job.name]
 
-    async def cancel(self, request_id: str) -> bool:
-        """Ask for the end of a live request; its output then says CANCELLED.
+    async def cancel(self, request_id: str, sibling: int | None = None) -> bool:
+        """Ask for the end of a live request, or of one of its samples; its output then says
+        CANCELLED.
 
         Args:
             request_id: Towards the user.
+            sibling: Which of the samples drawn; None for all.
 
         Returns:
             Whether such a request was live.
+
+        Raises:
+            InvalidInputError: It has no such sample.
         """
         generation = self._live.get(request_id)
         if generation is None:
             return False
-        generation.cancel_asked = True
-        await self._loop.cancel(generation.job.request.request_id)
+        generation.cancel(sibling)
+        await self._loop.cancel(generation.job.request.request_id, sibling)
         return True
 
     async def accounting(self) -> DeploymentAccounting:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from rayserve_paged.core.consumer import StreamUpdate
+from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.messages import TokenLogprobs
 from rayserve_paged.core.request import FinishReason, Request, SamplingParams
 from rayserve_paged.model.detokenizer import Detokenizer
@@ -107,13 +108,26 @@ class Generation:
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         self.job = job
-        self.cancel_asked = False
+        # Siblings that the user has cancelled.
+        self._cancelled: set[int] = set()
         params = job.request.params
         self._samples = [_Sample(i, params, tokenizer) for i in range(params.num_siblings)]
         self._num_cached_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._replica: str | None = None
         self._submitted_s = 0.0
+
+    def cancel(self, sibling: int | None) -> None:
+        """Note that the user cancels a sample; None for all.
+
+        Raises:
+            InvalidInputError: There is no such sample.
+        """
+        every = range(len(self._samples))
+        if sibling is not None and sibling not in every:
+            accepted = f"an integer from 0 to {len(every) - 1}, or None for all samples"
+            raise InvalidInputError("sibling", sibling, accepted)
+        self._cancelled |= set(every) if sibling is None else {sibling}
 
     def begin(self, now: float) -> None:
         """Note the time of submission, in seconds of a clock that never goes back."""
@@ -150,7 +164,7 @@ class Generation:
     def _ending(self, update: StreamUpdate) -> tuple[FinishReason | None, str | None]:
         if update.finish is FinishReason.ERROR:
             return FinishReason.ERROR, update.error or "no reason was given"
-        if update.finish is FinishReason.CANCELLED and not self.cancel_asked:
+        if update.finish is FinishReason.CANCELLED and update.sibling not in self._cancelled:
             return FinishReason.ERROR, update.error or "cancelled, though nobody asked"
         return update.finish, None
 

@@ -72,7 +72,7 @@ class InProcessShell:
         self._record = record
         # Guards the controller and what follows.
         self._lock = threading.Lock()
-        self._controller = Controller(None)
+        self._controller = Controller(None, config.batch)
         self._watchers: dict[ConsumerId, set[Future[None]]] = {}
         self._news: dict[ConsumerId, list[ReplicaLost]] = {}
         self._stops: list[threading.Thread] = []
@@ -119,9 +119,11 @@ class InProcessShell:
             raise ReplicaLostError(replica_id, incarnation, "there is no such incarnation")
         return await asyncio.wrap_future(gang.host.poll(message))
 
-    async def cancel(self, request_id: RequestId, attempt: Attempt) -> None:
+    async def cancel(
+        self, request_id: RequestId, attempt: Attempt, sibling: int | None = None
+    ) -> None:
         """As `Deployment.cancel`."""
-        self.handle(WithdrawRequest(request_id, attempt))
+        self.handle(WithdrawRequest(request_id, attempt, sibling))
 
     async def watch(self, consumer_id: ConsumerId) -> tuple[ReplicaLost, ...]:
         """As `Deployment.watch`."""

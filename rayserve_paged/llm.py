@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, TypeVar, cast
 
 from rayserve_paged.core.block_identity import RequestScope
-from rayserve_paged.core.config import DeploymentConfig, Dtype
+from rayserve_paged.core.config import DeploymentConfig, Dtype, QueuePolicy
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, RequestFailedError
 from rayserve_paged.core.request import ModelLimits, SamplingParams
 from rayserve_paged.front_end import FrontEnd, Prompt
@@ -55,6 +55,12 @@ class LLM:
         max_decode_steps: Steps that one plan may run where nothing can come in between.
         max_prefix_wait_steps: Steps that a request waits at most while a running one computes
             its next prompt block; 0 to compute it twice instead.
+        policy: Which waiting request starts first: "priority" (the default), "fcfs",
+            "weighted-fair", "shortest-remaining" or "longest-prefix-first".
+        oldest_every: One in so many starts is that of the request which has waited longest.
+        tenant_weights: Shares of tenants under "weighted-fair"; 1 for those that are not named.
+        max_num_waiting: Sequences that may wait on a replica.
+        max_pending_tokens: Tokens that a replica's unfinished requests may come to.
         name: Of the deployment, unique on its cluster.
         shell: "ray" for actors on a Ray cluster, "inprocess" for threads of this process.
         address: Ray cluster to join, "auto" for this machine's; None to start one.
@@ -82,6 +88,11 @@ class LLM:
         pipeline_depth: int | None = None,
         max_decode_steps: int | None = None,
         max_prefix_wait_steps: int | None = None,
+        policy: QueuePolicy | None = None,
+        oldest_every: int | None = None,
+        tenant_weights: Mapping[str, float] | None = None,
+        max_num_waiting: int | None = None,
+        max_pending_tokens: int | None = None,
         name: str | None = None,
         shell: str = "ray",
         address: str | None = None,
@@ -101,6 +112,11 @@ class LLM:
             "batch.pipeline_depth": pipeline_depth,
             "batch.max_decode_steps": max_decode_steps,
             "batch.max_prefix_wait_steps": max_prefix_wait_steps,
+            "batch.policy": policy,
+            "batch.oldest_every": oldest_every,
+            "batch.tenant_weights": tenant_weights,
+            "batch.max_num_waiting": max_num_waiting,
+            "batch.max_pending_tokens": max_pending_tokens,
             "parallel.tensor_parallel_size": tensor_parallel_size,
             "parallel.num_replicas": num_replicas,
         }
@@ -150,12 +166,15 @@ class LLM:
         priorities: int | Sequence[int] = 0,
         scopes: RequestScope | Sequence[RequestScope] | None = None,
         request_ids: Sequence[str] | None = None,
+        tenants: str | Sequence[str] | None = None,
+        deadline_s: float | None = None,
         raise_on_error: bool = True,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts; returns when every request has ended.
 
         Everything is checked before anything is submitted: a refused prompt disturbs no other.
+        Where the deployment is overloaded they wait their turn here.
 
         Args:
             prompts: One prompt or several. A prompt is a text, a list of token ids, a chat as
@@ -166,6 +185,9 @@ class LLM:
             scopes: For all, or one for each: whose KV it is (tenant) and with which adapter it is
                 computed. Requests share cached prefixes only where these are equal.
             request_ids: One for each, unique among this LLM's live requests; drawn by default.
+            tenants: For all, or one for each: who is charged under the policy "weighted-fair".
+            deadline_s: Seconds from now after which a request is given up; its output then has
+                the tokens until then, and the finish reason "deadline".
             raise_on_error: Raise when a request failed. Where False, its output has `error` set.
             on_output: Called in this LLM's thread with each output as soon as it is there. It
                 must not call this LLM; what it raises ends the call, and the other requests.
@@ -180,7 +202,7 @@ class LLM:
         """
         self._check_open()
         scopes = RequestScope() if scopes is None else scopes
-        jobs = self._jobs(prompts, params, priorities, scopes, request_ids)
+        jobs = self._jobs(prompts, params, priorities, scopes, request_ids, tenants, deadline_s)
         outputs = self._thread.call(self._front_end.complete(jobs, on_output))
         failed = [output for output in outputs if output.error is not None]
         if failed and raise_on_error:
@@ -197,6 +219,8 @@ class LLM:
         priorities: int | Sequence[int],
         scopes: RequestScope | Sequence[RequestScope],
         request_ids: Sequence[str] | None,
+        tenants: str | Sequence[str] | None,
+        deadline_s: float | None,
     ) -> list[Job]:
         batch = _as_batch(prompts)
         if params is None:
@@ -207,11 +231,22 @@ class LLM:
         ids: Sequence[str | None] = [None] * len(batch)
         if request_ids is not None:
             ids = _for_each("request_ids", request_ids, str, len(batch))
+        all_tenants: Sequence[str | None] = [None] * len(batch)
+        if tenants is not None:
+            all_tenants = _for_each("tenants", tenants, str, len(batch))
         jobs = []
-        given = zip(batch, all_params, all_priorities, ids, all_scopes, strict=True)
-        for index, (prompt, own_params, priority, request_id, scope) in enumerate(given):
+        given = zip(batch, all_params, all_priorities, ids, all_scopes, all_tenants, strict=True)
+        for index, (prompt, own_params, priority, request_id, scope, tenant) in enumerate(given):
             try:
-                job = self._front_end.prepare(prompt, own_params, priority, request_id, scope=scope)
+                job = self._front_end.prepare(
+                    prompt,
+                    own_params,
+                    priority,
+                    request_id,
+                    scope=scope,
+                    tenant=tenant,
+                    deadline_s=deadline_s,
+                )
                 jobs.append(job)
             except InvalidInputError as error:
                 if len(batch) > 1:
@@ -227,6 +262,8 @@ class LLM:
         priority: int = 0,
         scope: RequestScope | None = None,
         request_id: str | None = None,
+        tenant: str | None = None,
+        deadline_s: float | None = None,
     ) -> AsyncGenerator[StreamChunk, None]:
         """Answer one prompt as it goes, on whatever asyncio loop runs the iteration.
 
@@ -240,26 +277,45 @@ class LLM:
             priority: Lower is served first.
             scope: As in `generate`.
             request_id: Unique among this LLM's live requests; None to draw one.
+            tenant: Who is charged under the policy "weighted-fair".
+            deadline_s: Seconds from the first iteration after which it is given up: the stream
+                ends with the finish reason "deadline".
 
         Raises:
             InvalidInputError: At once.
+            OverloadedError: On iteration: as much waits in the deployment as may wait.
             DuplicateRequestError: On iteration: a live request has this id.
             RequestFailedError: On iteration: it failed; a stream that just ends is whole.
         """
         self._check_open()
         job = self._front_end.prepare(
-            prompt, params or SamplingParams(), priority, request_id, scope=scope, streaming=True
+            prompt,
+            params or SamplingParams(),
+            priority,
+            request_id,
+            scope=scope,
+            tenant=tenant,
+            deadline_s=deadline_s,
+            streaming=True,
         )
         return self._thread.iterate(self._front_end.stream(job))
 
-    def cancel(self, request_id: str) -> bool:
-        """End a live request: its output says CANCELLED, and has the tokens until then.
+    def cancel(self, request_id: str, sibling: int | None = None) -> bool:
+        """End a live request, or one of its parallel samples: the output says CANCELLED, and has
+        the tokens until then.
+
+        Args:
+            request_id: The request.
+            sibling: Which of the samples drawn, from 0; None for all.
 
         Returns:
             Whether a request of this id was live.
+
+        Raises:
+            InvalidInputError: It has no such sample.
         """
         self._check_open()
-        return self._thread.call(self._front_end.cancel(request_id))
+        return self._thread.call(self._front_end.cancel(request_id, sibling))
 
     def accounting(self) -> DeploymentAccounting:
         """Return the ledgers of all replicas in figures, each at the end of a step."""

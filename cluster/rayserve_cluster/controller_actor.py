@@ -59,7 +59,7 @@ class ControllerActor:
         self._config = config
         self._owner = owner
         lease_s = None if config.keep_alive else config.timeouts.deployment_lease_s
-        self._core = Controller(lease_s)
+        self._core = Controller(lease_s, config.batch)
         self._gangs: dict[tuple[ReplicaId, Incarnation], Gang] = {}
         self._lost: dict[tuple[ReplicaId, Incarnation], str] = {}
         self._news: dict[ConsumerId, list[ReplicaLost]] = {}
@@ -131,9 +131,11 @@ class ControllerActor:
                 return command
         raise AssertionError("a submission has an answer")
 
-    async def withdraw(self, request_id: RequestId, attempt: Attempt) -> None:
-        """Cancel a request, wherever it is; unknown ones are ignored."""
-        self._handle(WithdrawRequest(request_id, attempt))
+    async def withdraw(
+        self, request_id: RequestId, attempt: Attempt, sibling: int | None = None
+    ) -> None:
+        """Cancel a request, or one of its samples, wherever it is; unknown ones are ignored."""
+        self._handle(WithdrawRequest(request_id, attempt, sibling))
 
     async def watch(self, consumer_id: ConsumerId) -> tuple[ReplicaLost, ...]:
         """Wait for news of lost replicas that owed this consumer something."""

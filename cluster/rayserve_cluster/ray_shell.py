@@ -166,9 +166,11 @@ class RayShell:
         answer: Placed | Rejected = await self._ask(self._controller.submit.remote(message))
         return answer
 
-    async def cancel(self, request_id: RequestId, attempt: Attempt) -> None:
-        """Withdraw a request wherever it is; its stream ends as cancelled. Idempotent."""
-        await self._ask(self._controller.withdraw.remote(request_id, attempt))
+    async def cancel(
+        self, request_id: RequestId, attempt: Attempt, sibling: int | None = None
+    ) -> None:
+        """As `Deployment.cancel`."""
+        await self._ask(self._controller.withdraw.remote(request_id, attempt, sibling))
 
     async def watch(self, consumer_id: ConsumerId) -> tuple[ReplicaLost, ...]:
         """Wait for news of lost replicas that still owed this consumer something."""

@@ -10,13 +10,12 @@ have done. A sequence that ends meanwhile leaves a ghost in the step already pla
 is dropped, and its blocks stay held until that step has finished.
 """
 
-import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from rayserve_paged.core import policy
+from rayserve_paged.core import policy, preemption
 from rayserve_paged.core.block_table import num_blocks_for
 from rayserve_paged.core.ids import BlockId, Row
 from rayserve_paged.core.kv_manager import KVManager
@@ -26,8 +25,11 @@ from rayserve_paged.core.prefix_wait import PrefixWaits
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.running_batch import RunningBatch
 from rayserve_paged.core.sequence import Phase, SequenceState
-from rayserve_paged.core.step_commit import Committed, StepCommit
+from rayserve_paged.core.step_commit import Committed, Progress, StepCommit
 from rayserve_paged.core.step_planner import Scheduled, StepPlanner, add_copies
+from rayserve_paged.core.waiting_queue import WaitingQueue
+
+_NO_ROOM = preemption.Room(0, frozenset())
 
 
 class Prefix(NamedTuple):
@@ -56,6 +58,7 @@ class Batcher:
         max_num_batched_tokens: Tokens computed in one step at most.
         pipeline_depth: Steps in flight at most.
         max_prefix_wait_steps: Steps that a sequence waits for blocks that another one computes.
+        queue: Those that wait; by priority where None.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class Batcher:
         max_num_batched_tokens: int,
         pipeline_depth: int = 1,
         max_prefix_wait_steps: int = 0,
+        queue: WaitingQueue | None = None,
     ) -> None:
         self.kv = kv
+        self.queue = WaitingQueue(kv) if queue is None else queue
         self.max_num_batched_tokens = max_num_batched_tokens
         self.pipeline_depth = pipeline_depth
         self.num_preemptions = 0
@@ -79,8 +84,6 @@ class Batcher:
         self._planner = StepPlanner(
             self._batch, max_num_batched_tokens, pipelined=pipeline_depth > 1
         )
-        self._waiting: list[tuple[tuple[int, int, int], SequenceState]] = []
-        self._num_waiting = 0
 
     # --- what others ask ------------------------------------------------------------------
 
@@ -92,7 +95,7 @@ class Batcher:
     @property
     def num_waiting(self) -> int:
         """Sequences without a row."""
-        return self._num_waiting
+        return len(self.queue) + len(self.prefix_waits.parked)
 
     @property
     def can_plan(self) -> bool:
@@ -118,9 +121,8 @@ class Batcher:
 
     @property
     def waiting(self) -> tuple[SequenceState, ...]:
-        """Waiting sequences, first served first."""
-        queued = (entry[1] for entry in self._waiting if entry[1].phase is Phase.WAITING)
-        return tuple(sorted([*queued, *self.prefix_waits.parked], key=SequenceState.order_key))
+        """Waiting sequences, first served first; those behind the queue wait for a prefix."""
+        return (*self.queue.in_order, *self.prefix_waits.parked)
 
     @property
     def prefix_waits(self) -> PrefixWaits:
@@ -151,8 +153,7 @@ class Batcher:
     def add(self, sequence: SequenceState) -> None:
         """Queue a sequence that has no row."""
         assert sequence.phase is Phase.WAITING
-        heapq.heappush(self._waiting, (sequence.order_key(), sequence))
-        self._num_waiting += 1
+        self.queue.add(sequence)
 
     def end(self, sequence: SequenceState, finish: FinishReason) -> None:
         """Take a sequence out before its own end. Blocks that a step in flight writes stay held
@@ -160,12 +161,20 @@ class Batcher:
         """
         sequence.finish = finish
         if sequence.phase is Phase.WAITING:
-            # Its heap entry is dropped when it comes up.
             sequence.phase = Phase.ENDED
             self.prefix_waits.remove(sequence)
-            self._num_waiting -= 1
+            self.queue.remove(sequence)
         elif sequence.phase is Phase.RUNNING:
             self._batch.retire(sequence)
+        self.queue.settle(sequence)
+
+    def withdraw(self, leader: SequenceState, sibling: int) -> None:
+        """Let one sample of a sequence that is yet to be forked never be born.
+
+        Where it is the leader's own, the leader goes on until the others are.
+        """
+        self.queue.forgive(leader)
+        leader.withdrawn |= {sibling}
 
     def preempt(self, sequence: SequenceState) -> None:
         """Take a running sequence's blocks away; it resumes by recomputing what the cache lost.
@@ -191,12 +200,14 @@ class Batcher:
             AssertionError: Too many steps are in flight.
         """
         assert self.can_plan, "too many steps in flight"
-        if not self._num_waiting and max_steps == 1:
+        if not self.num_waiting and max_steps == 1:
             plan = self._planner.plan_steady()
             if plan is not None:
                 return plan
         for sequence in self.prefix_waits.take_due(self._planner.next_step):
-            heapq.heappush(self._waiting, (sequence.order_key(), sequence))
+            self.queue.add(sequence)
+        if not self._make_way():
+            return None
         num_preemptions = self.num_preemptions
         while True:
             scheduled = self._planner.schedule(self._can_admit_first)
@@ -209,13 +220,13 @@ class Batcher:
             self.preempt(scheduled)
         copied = self._planner.copy_tails(scheduled[0])
         appended = self._planner.grow(scheduled[0], scheduled[1])
-        if self._num_waiting and self.num_preemptions == num_preemptions:
+        if self.queue and self.num_preemptions == num_preemptions:
             # A step that had to preempt has no blocks for newcomers.
             scheduled, copies = self._admit(scheduled)
             copied = add_copies(copied, copies)
         if not len(scheduled[0]):
             return None
-        if self._num_waiting or self.pipeline_depth > 1:
+        if self.num_waiting or self.pipeline_depth > 1:
             max_steps = 1
         return self._planner.plan(scheduled, appended, copied, max_steps)
 
@@ -224,7 +235,11 @@ class Batcher:
         assert self._batch.flights, "no step is in flight"
         flight = self._batch.flights.popleft()
         assert flight.plan.step_id == result.step_id, "not the oldest step in flight"
-        return StepCommit(self._batch, flight, result).run()
+        committed = StepCommit(self._batch, flight, result).run()
+        for news in committed.news:
+            if isinstance(news, Progress) and news.finish is not None:
+                self.queue.settle(news.sequence)
+        return committed
 
     def abandon(self) -> None:
         """Give up the steps in flight and every sequence; the executor is gone."""
@@ -277,11 +292,14 @@ class Batcher:
     def _can_admit_first(self) -> bool:
         return self._next_to_start(self._num_blocks_promised(), others_run=True) is not None
 
-    def _num_blocks_promised(self) -> int:
+    def _num_blocks_promised(self, without: Sequence[SequenceState] = ()) -> int:
         """Return the blocks that running sequences need for tokens they already know."""
         batch, block_size = self._batch, self.kv.block_size
-        needed = -(-batch.known[batch.rows] // block_size)
-        return int((needed - batch.slots[batch.rows] // block_size).clip(0).sum())
+        rows = batch.rows
+        if without:
+            rows = rows[~np.isin(rows, np.array([sequence.row for sequence in without], np.int32))]
+        needed = -(-batch.known[rows] // block_size)
+        return int((needed - batch.slots[rows] // block_size).clip(0).sum())
 
     def _next_to_start(
         self, promised: int, *, others_run: bool
@@ -290,13 +308,13 @@ class Batcher:
 
         Whoever waits for a prefix steps aside.
         """
-        while (sequence := self._first_waiting()) is not None:
+        while (sequence := self.queue.first()) is not None:
             matched = self.kv.match(sequence.keys, sequence.num_matchable)
             step_id = self._planner.next_step
             if not self.prefix_waits.park(sequence, len(matched), step_id, others_run=others_run):
                 prefix = self._prefix_that_fits(sequence, matched, promised)
                 return None if prefix is None else (sequence, prefix)
-            heapq.heappop(self._waiting)
+            self.queue.remove(sequence)
         return None
 
     def _prefix_that_fits(
@@ -319,31 +337,67 @@ class Batcher:
         matched: list[BlockId],
         promised: int,
         source: Sequence[BlockId] = (),
+        room: preemption.Room = _NO_ROOM,
     ) -> bool:
-        """Return whether a waiting sequence can start on its cached blocks."""
+        """Return whether a waiting sequence can start on its cached blocks.
+
+        Args:
+            sequence: That waits.
+            matched: Cached blocks that it would share.
+            promised: Blocks that those who stay need for tokens they already know.
+            source: A block that it would copy from.
+            room: What others would leave that are to be preempted for it.
+        """
         batch = self._batch
-        if batch.num_open_rows < sequence.num_unborn + 1:
+        if batch.num_open_rows + room.rows < sequence.num_unborn + 1:
             return False
         known = sequence.num_known
         needed = num_blocks_for(known, self.kv.block_size) - len(matched)
+        held = self.kv.pool.num_cached_of([*matched, *source])
         # Siblings that are to be born write a block each as well; alone, a group always starts.
-        others = self.num_running + batch.num_reserved_rows
+        others = self.num_running + batch.num_reserved_rows - room.rows
         return policy.can_admit(
-            num_blocks_needed=needed + self.kv.pool.num_cached_of([*matched, *source]),
-            num_blocks_available=self.kv.pool.num_available,
+            num_blocks_needed=needed + held + len(room.block_ids.intersection(matched)),
+            num_blocks_available=self.kv.pool.num_available + len(room.block_ids),
             num_blocks_promised=promised,
             num_running=others + sequence.num_unborn if others else 0,
         )
 
-    def _first_waiting(self) -> SequenceState | None:
-        while self._waiting and self._waiting[0][1].phase is Phase.ENDED:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
+    def _make_way(self) -> bool:
+        """Preempt for the first that waits whoever is less urgent and in its way.
+
+        Returns:
+            Whether a step can be planned; False where a step in flight writes a victim's blocks.
+        """
+        if not self._is_urgent(self.queue.first()) or self._can_admit_first():
+            return True
+        # Another one than before where that stepped aside for a prefix.
+        urgent = self.queue.first()
+        if urgent is None or not self._is_urgent(urgent):
+            return True
+        matched = self.kv.match(urgent.keys, urgent.num_matchable)
+        victims: list[SequenceState] = []
+        for victim in preemption.who_gives_way_to(self._batch, urgent):
+            victims.append(victim)
+            room = preemption.room_of(self.kv.pool, victims)
+            if self._fits(urgent, matched, self._num_blocks_promised(victims), room=room):
+                break
+        else:
+            return True
+        if any(map(self._batch.is_in_flight, victims)):
+            return False
+        for victim in victims:
+            self.preempt(victim)
+        return True
+
+    def _is_urgent(self, waiting: SequenceState | None) -> bool:
+        """Return whether somebody runs that is less urgent than one that waits."""
+        order = self._batch.order
+        return waiting is not None and bool(order) and order[-1].priority > waiting.priority
 
     def _start(self, sequence: SequenceState, prefix: Prefix, chunk: int) -> Row:
         """Move the first waiting sequence to a row, on its cached prefix and room for a chunk."""
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
+        self.queue.start(sequence)
         num_computed = prefix.num_tokens(self.kv.block_size)
         resumes = sequence.num_cached_tokens is not None
         sequence.table = self.kv.open(prefix.block_ids, prefix.partial, resumes=resumes)

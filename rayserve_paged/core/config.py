@@ -1,10 +1,36 @@
 """The configuration of a deployment: frozen pydantic models, units in names."""
 
-from typing import Literal, Self
+import json
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    model_validator,
+)
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+QueuePolicy = Literal[
+    "fcfs", "priority", "weighted-fair", "shortest-remaining", "longest-prefix-first"
+]
+
+
+def _from_json(value: object) -> object:
+    """Read what comes as text, as from the environment."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"a JSON object of numbers by name ({error})") from error
+
+
+_Weight = Annotated[FiniteFloat, Field(gt=0)]
 
 
 class _Section(BaseModel):
@@ -42,7 +68,7 @@ class CacheConfig(_Section):
 
 
 class BatchConfig(_Section):
-    """Bounds on one step."""
+    """Bounds on one step, and who is in it."""
 
     max_num_seqs: int = Field(default=64, ge=1, le=65536)
     """Sequences that run at once."""
@@ -55,6 +81,19 @@ class BatchConfig(_Section):
     max_prefix_wait_steps: int = Field(default=64, ge=0)
     """A request whose next prompt block a running one is computing waits for it, so many steps at
     most; 0 to compute it twice instead."""
+    policy: QueuePolicy = "priority"
+    """Which waiting request starts first; see docs/scheduling.md."""
+    oldest_every: int | None = Field(default=None, ge=1)
+    """One in so many starts is that of the request which has waited longest; None for the
+    policy's own bound (`policy.OLDEST_EVERY`)."""
+    max_num_waiting: int | None = Field(default=None, ge=0)
+    """Sequences that a replica may have been given beyond `max_num_seqs`; a further request is
+    refused. None for no limit."""
+    max_pending_tokens: int | None = Field(default=None, ge=1)
+    """Prompt and output tokens that a replica's unfinished requests may come to; a further request
+    is refused. None for no limit."""
+    tenant_weights: Annotated[Mapping[str, _Weight], BeforeValidator(_from_json)] = {}
+    """Shares of tenants under "weighted-fair"; 1 for those that are not named."""
 
 
 class ParallelConfig(_Section):

@@ -30,7 +30,7 @@ class StreamUpdate:
     Args:
         request_id: The request.
         sibling: Which of its parallel samples.
-        replica_id: Who serves it.
+        replica_id: Who serves it; None where it was given to none.
         token_ids: New output tokens.
         logprobs: One for each of them where asked for, else empty.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
@@ -41,7 +41,7 @@ class StreamUpdate:
 
     request_id: RequestId
     sibling: int
-    replica_id: ReplicaId
+    replica_id: ReplicaId | None
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     num_cached_tokens: int
@@ -123,7 +123,14 @@ class Consumer:
         known.placed = placed
         self._num_served[placed.replica_id, placed.incarnation] += 1
         reason = self._lost.get((placed.replica_id, placed.incarnation))
-        return [] if reason is None else self._fail(known, placed.replica_id, reason)
+        if reason is None:
+            return []
+        return self._end(known, placed.replica_id, FinishReason.ERROR, reason)
+
+    def end_unplaced(self, request_id: RequestId, finish: FinishReason) -> list[StreamUpdate]:
+        """End a request that was given to no replica."""
+        known = self._open.get(request_id)
+        return [] if known is None else self._end(known, None, finish, None)
 
     def serving(self) -> AbstractSet[tuple[ReplicaId, Incarnation]]:
         """Return the replicas to poll: those that serve an open request, as of when it is read."""
@@ -237,10 +244,18 @@ class Consumer:
         return [
             update
             for request in self.served_by(replica_id, incarnation)
-            for update in self._fail(self._open[request.request_id], replica_id, reason)
+            for update in self._end(
+                self._open[request.request_id], replica_id, FinishReason.ERROR, reason
+            )
         ]
 
-    def _fail(self, known: _OpenRequest, replica_id: ReplicaId, reason: str) -> list[StreamUpdate]:
+    def _end(
+        self,
+        known: _OpenRequest,
+        replica_id: ReplicaId | None,
+        finish: FinishReason,
+        error: str | None,
+    ) -> list[StreamUpdate]:
         request_id = known.request.request_id
         self._close(request_id)
         return [
@@ -251,8 +266,8 @@ class Consumer:
                 (),
                 (),
                 stream.num_cached_tokens,
-                FinishReason.ERROR,
-                reason,
+                finish,
+                error,
             )
             for sibling, stream in known.streams.items()
         ]

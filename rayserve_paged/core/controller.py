@@ -5,18 +5,21 @@ streams from the replicas.
 """
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping
 from typing import assert_never
 
 from rayserve_paged.core.block_identity import BlockScope, extend_chain
+from rayserve_paged.core.config import BatchConfig
 from rayserve_paged.core.directory import Directory
 from rayserve_paged.core.errors import (
     DuplicateRequestError,
     InvalidInputError,
     NoReplicaError,
+    OverloadedError,
     PagedError,
 )
-from rayserve_paged.core.ids import Attempt, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.ids import Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.messages import (
     AssignRequest,
     CancelRequest,
@@ -38,8 +41,16 @@ from rayserve_paged.core.messages import (
     Tick,
     WithdrawRequest,
 )
-from rayserve_paged.core.policy import ReplicaLoad, choose_replica
+from rayserve_paged.core.policy import (
+    QueueLoad,
+    ReplicaLoad,
+    choose_replica,
+    estimate_retry_s,
+    has_room,
+)
 from rayserve_paged.core.request import ModelLimits, Request, admit
+
+_NUM_FINISH_TIMES = 32
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,8 +58,13 @@ class _LiveReplica:
     incarnation: Incarnation
     limits: ModelLimits
     requests: dict[RequestId, Request] = dataclasses.field(default_factory=dict)
+    num_seqs: int = 0
     num_pending_tokens: int = 0
     num_reports: int = 0
+
+    @property
+    def queue(self) -> QueueLoad:
+        return QueueLoad(self.num_seqs, self.limits.max_num_seqs, self.num_pending_tokens)
 
 
 class Controller:
@@ -57,10 +73,13 @@ class Controller:
     Args:
         deployment_lease_s: The owner renews within this long, or everything is taken down; None
             for a deployment that outlives its owner.
+        batch: Its queue limits; None for no limits.
     """
 
-    def __init__(self, deployment_lease_s: float | None) -> None:
+    def __init__(self, deployment_lease_s: float | None, batch: BatchConfig | None = None) -> None:
         self._deployment_lease_s = deployment_lease_s
+        self._batch = batch or BatchConfig()
+        self._finish_times: deque[float] = deque(maxlen=_NUM_FINISH_TIMES)
         self._last_renewal: float | None = None
         self._replicas: dict[ReplicaId, _LiveReplica] = {}
         # The last incarnation of each that was lost, and why.
@@ -81,9 +100,9 @@ class Controller:
             case SubmitRequest(request):
                 return self._submit(request)
             case ReplicaReport():
-                return self._report(event)
-            case WithdrawRequest(request_id, attempt):
-                return self._withdraw(request_id, attempt)
+                return self._report(event, now)
+            case WithdrawRequest():
+                return self._withdraw(event)
             case RegisterReplica():
                 return self._register(event)
             case LoseReplica(replica_id, incarnation, reason):
@@ -158,7 +177,7 @@ class Controller:
             StopReplica(replica_id, incarnation, reason),
         ]
 
-    def _report(self, report: ReplicaReport) -> list[ControllerCommand]:
+    def _report(self, report: ReplicaReport, now: float) -> list[ControllerCommand]:
         live = self._replicas.get(report.replica_id)
         if live is None or live.incarnation != report.incarnation:
             return []
@@ -170,6 +189,7 @@ class Controller:
             request = live.requests.get(request_id)
             if request is not None and request.attempt == attempt:
                 self._forget_request(live, request)
+                self._finish_times.append(now)
         self._directory.update(report.replica_id, report.published, report.evicted)
         if report.fenced is not None:
             return self._lose(report.replica_id, report.incarnation, report.fenced)
@@ -207,11 +227,15 @@ class Controller:
         assert max_tokens is not None, "admit sets it"
         num_slots = len(request.prompt_token_ids) + max_tokens - 1
         num_cached = self._directory.match(keys)
+        able = {
+            replica_id: live
+            for replica_id, live in self._replicas.items()
+            if live.limits.num_slots >= num_slots
+        }
         replica_id = choose_replica(
             [
                 ReplicaLoad(replica_id, num_cached.get(replica_id, 0), live.num_pending_tokens)
-                for replica_id, live in self._replicas.items()
-                if live.limits.num_slots >= num_slots
+                for replica_id, live in self._with_room(able, admitted).items()
             ]
         )
         live = self._replicas[replica_id]
@@ -219,6 +243,7 @@ class Controller:
             request.request_id, request.attempt, replica_id, live.incarnation, max_tokens
         )
         live.requests[request.request_id] = admitted
+        live.num_seqs += admitted.params.num_siblings
         live.num_pending_tokens += _promised_tokens(admitted)
         self._placed[request.request_id] = (request, placed)
         return [
@@ -226,17 +251,49 @@ class Controller:
             placed,
         ]
 
-    def _withdraw(self, request_id: RequestId, attempt: Attempt) -> list[ControllerCommand]:
-        known = self._placed.get(request_id)
-        if known is None or known[0].attempt != attempt:
+    def _with_room(
+        self, replicas: Mapping[ReplicaId, _LiveReplica], request: Request
+    ) -> Mapping[ReplicaId, _LiveReplica]:
+        """Return the replicas whose queue limits let them take a request.
+
+        Raises:
+            OverloadedError: None of them.
+        """
+        limits = self._batch.max_num_waiting, self._batch.max_pending_tokens
+        if limits == (None, None):
+            return replicas
+        size = request.params.num_siblings, _promised_tokens(request)
+        open_ones = {
+            replica_id: live
+            for replica_id, live in replicas.items()
+            if has_room(live.queue, *size, *limits)
+        }
+        if open_ones:
+            return open_ones
+        least = min(
+            (live.queue for live in replicas.values()),
+            key=lambda queue: (queue.num_waiting, queue.num_pending_tokens),
+        )
+        raise OverloadedError(
+            least.num_waiting,
+            limits[0],
+            least.num_pending_tokens,
+            limits[1],
+            estimate_retry_s(tuple(self._finish_times)),
+        )
+
+    def _withdraw(self, event: WithdrawRequest) -> list[ControllerCommand]:
+        known = self._placed.get(event.request_id)
+        if known is None or known[0].attempt != event.attempt:
             return []
         placed = known[1]
-        event = CancelRequest(request_id, attempt)
-        return [SendToReplica(placed.replica_id, placed.incarnation, event)]
+        cancel = CancelRequest(event.request_id, event.attempt, event.sibling)
+        return [SendToReplica(placed.replica_id, placed.incarnation, cancel)]
 
     def _forget_request(self, live: _LiveReplica, request: Request) -> None:
         del live.requests[request.request_id]
         del self._placed[request.request_id]
+        live.num_seqs -= request.params.num_siblings
         live.num_pending_tokens -= _promised_tokens(request)
 
     def _why_none(self) -> str:

@@ -5,6 +5,7 @@ PagedError
 │   └── CapacityError       a request that the pool can never hold
 ├── DuplicateRequestError   a live request already has this id
 ├── NoReplicaError          no replica can take the request
+├── OverloadedError         as much waits as may wait; later there will be room
 ├── ReplicaLostError        a replica died with requests on it
 ├── RequestFailedError      one request failed; its neighbours did not
 ├── DeploymentError         a deployment could not be started or reached
@@ -102,6 +103,47 @@ class NoReplicaError(PagedError):
 
     def __str__(self) -> str:
         return f"no replica can take the request: {self.reason}"
+
+
+class OverloadedError(PagedError):
+    """As much waits as may wait; nothing is wrong with the request, and later there will be room.
+
+    Args:
+        num_waiting: Sequences placed beyond those that run at once, on the least busy replica.
+        max_num_waiting: How many may be; None for no limit.
+        num_pending_tokens: Tokens promised to unfinished requests, on the least busy replica.
+        max_pending_tokens: How many may be; None for no limit.
+        retry_after_s: Estimate of when there will be room, from how fast requests finished; None
+            where too few have.
+    """
+
+    def __init__(
+        self,
+        num_waiting: int,
+        max_num_waiting: int | None,
+        num_pending_tokens: int,
+        max_pending_tokens: int | None,
+        retry_after_s: float | None,
+    ) -> None:
+        super().__init__(
+            num_waiting, max_num_waiting, num_pending_tokens, max_pending_tokens, retry_after_s
+        )
+        self.num_waiting = num_waiting
+        self.max_num_waiting = max_num_waiting
+        self.num_pending_tokens = num_pending_tokens
+        self.max_pending_tokens = max_pending_tokens
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        limits = []
+        if self.max_num_waiting is not None:
+            limits.append(f"{self.num_waiting} sequences wait and {self.max_num_waiting} may")
+        if self.max_pending_tokens is not None:
+            limits.append(
+                f"{self.num_pending_tokens} tokens are pending and {self.max_pending_tokens} may be"
+            )
+        after = "later" if self.retry_after_s is None else f"in about {self.retry_after_s:.3g} s"
+        return f"overloaded: on the least busy replica {', and '.join(limits)}; try again {after}"
 
 
 class ReplicaLostError(PagedError):

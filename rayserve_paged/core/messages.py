@@ -248,10 +248,17 @@ class AssignRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """Its consumer wants no more of a request. Unknown ids are ignored."""
+    """Its consumer wants no more of a request, or of one of its samples. Unknown ids are ignored.
+
+    Args:
+        request_id: The request.
+        attempt: Which submission of it.
+        sibling: The sample; None for all.
+    """
 
     request_id: RequestId
     attempt: Attempt
+    sibling: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -390,10 +397,11 @@ class SubmitRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WithdrawRequest:
-    """A consumer cancels a request, wherever it is."""
+    """A consumer cancels a request, or one of its samples, wherever it is."""
 
     request_id: RequestId
     attempt: Attempt
+    sibling: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,11 +1,15 @@
-"""Decisions as pure functions over snapshots: placement, dealing a step, admission, waiting."""
+"""Decisions as pure functions over snapshots: placement, dealing a step, admission, waiting,
+victims.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from rayserve_paged.core.config import QueuePolicy
 from rayserve_paged.core.ids import ReplicaId
 
 SHARED_BUDGET = 4
@@ -39,6 +43,64 @@ def choose_replica(loads: Sequence[ReplicaLoad]) -> ReplicaId:
         key=lambda load: (-load.num_cached_blocks, load.num_pending_tokens, load.replica_id),
     )
     return best.replica_id
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueLoad:
+    """What a queue limit looks at for one replica.
+
+    Args:
+        num_seqs: Sequences of the requests that it was given and that have not finished.
+        max_num_seqs: Sequences that it runs at once.
+        num_pending_tokens: As in `ReplicaLoad`.
+    """
+
+    num_seqs: int
+    max_num_seqs: int
+    num_pending_tokens: int
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait even if all rows are taken."""
+        return max(0, self.num_seqs - self.max_num_seqs)
+
+
+def has_room(
+    load: QueueLoad,
+    num_seqs: int,
+    num_tokens: int,
+    max_num_waiting: int | None,
+    max_pending_tokens: int | None,
+) -> bool:
+    """Return whether a replica may be given a further request. An idle one always may.
+
+    Args:
+        load: Of the replica.
+        num_seqs: Sequences of the request.
+        num_tokens: Its prompt and output tokens.
+        max_num_waiting: Sequences that may wait; None for no limit.
+        max_pending_tokens: Tokens that may be pending; None for no limit.
+    """
+    if not load.num_seqs:
+        return True
+    num_waiting = load.num_seqs + num_seqs - load.max_num_seqs
+    return (max_num_waiting is None or num_waiting <= max_num_waiting) and (
+        max_pending_tokens is None or load.num_pending_tokens + num_tokens <= max_pending_tokens
+    )
+
+
+def estimate_retry_s(finish_times: Sequence[float]) -> float | None:
+    """Estimate when the next request finishes: the mean time between those that finished last.
+
+    Args:
+        finish_times: In seconds, oldest first.
+
+    Returns:
+        Seconds from now; None with fewer than two.
+    """
+    if len(finish_times) < 2:
+        return None
+    return (finish_times[-1] - finish_times[0]) / (len(finish_times) - 1)
 
 
 def deal_budget(
@@ -135,3 +197,175 @@ def can_admit(
         num_running: Running sequences.
     """
     return num_blocks_needed + num_blocks_promised + num_running <= num_blocks_available
+
+
+# --- who waits in which order ---------------------------------------------------------------
+
+OrderKey = tuple[float, int, int]
+"""What decides who starts first: the smallest. The last two are arrival and sibling."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WaitingRequest:
+    """What the waiting order looks at for one sequence without a row.
+
+    Args:
+        priority: Lower is served first.
+        arrival: Order of arrival; one that was preempted keeps its own.
+        sibling: Which of the request's samples.
+        num_remaining_tokens: Tokens to be computed or sampled until its end, at most.
+        num_cached_blocks: Leading blocks of it that the prefix cache holds.
+        tenant_served: Tokens that its tenant was served, over the tenant's weight.
+    """
+
+    priority: int
+    arrival: int
+    sibling: int
+    num_remaining_tokens: int
+    num_cached_blocks: int
+    tenant_served: float
+
+
+def fcfs_key(waiting: WaitingRequest) -> OrderKey:
+    """Order by arrival alone."""
+    return 0.0, waiting.arrival, waiting.sibling
+
+
+def priority_key(waiting: WaitingRequest) -> OrderKey:
+    """Order by priority, then by arrival."""
+    return waiting.priority, waiting.arrival, waiting.sibling
+
+
+def weighted_fair_key(waiting: WaitingRequest) -> OrderKey:
+    """Order by what the tenant was served per weight, the least first, then by arrival.
+
+    Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), the virtual
+    token counter; here a tenant is charged when a request starts, with all that it may take.
+    """
+    return waiting.tenant_served, waiting.arrival, waiting.sibling
+
+
+def shortest_remaining_key(waiting: WaitingRequest) -> OrderKey:
+    """Order by the tokens that are left to do, then by arrival."""
+    return waiting.num_remaining_tokens, waiting.arrival, waiting.sibling
+
+
+def longest_prefix_key(waiting: WaitingRequest) -> OrderKey:
+    """Order by the cached prefix, the longest first, then by arrival."""
+    return -waiting.num_cached_blocks, waiting.arrival, waiting.sibling
+
+
+WAITING_KEYS: Final[Mapping[QueuePolicy, Callable[[WaitingRequest], OrderKey]]] = {
+    "fcfs": fcfs_key,
+    "priority": priority_key,
+    "weighted-fair": weighted_fair_key,
+    "shortest-remaining": shortest_remaining_key,
+    "longest-prefix-first": longest_prefix_key,
+}
+
+OLDEST_EVERY: Final[Mapping[QueuePolicy, int | None]] = {
+    "fcfs": None,
+    "priority": None,
+    "weighted-fair": 16,
+    "shortest-remaining": 16,
+    "longest-prefix-first": 16,
+}
+"""One in so many starts is that of the request which has waited longest, where the configuration
+says nothing else: the first policy needs no bound, the second is asked for strictness."""
+
+
+def is_turn_of_oldest(num_passed: int, oldest_every: int | None) -> bool:
+    """Return whether the next to start is whoever arrived first, whatever the order says.
+
+    Of any `oldest_every` starts in a row one is that of the oldest; so a request that finds p
+    older ones waiting starts as one of the next `oldest_every * (p + 1)`, unless an older one is
+    preempted meanwhile, each of which adds `oldest_every`.
+
+    Args:
+        num_passed: Starts since the last that was the oldest's.
+        oldest_every: The bound; None for none.
+    """
+    return oldest_every is not None and num_passed + 1 >= oldest_every
+
+
+# --- who gives way --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockHolder:
+    """What the choice of a victim looks at for one running sequence.
+
+    Only blocks that nobody else holds count: the others stay, and are matched when it resumes.
+
+    Args:
+        priority: Lower is served first.
+        num_open_blocks: Blocks that are not sealed, and so lost at once.
+        num_open_tokens: Computed tokens in them.
+        num_sealed_blocks: Blocks that stay cached until somebody needs them.
+    """
+
+    priority: int
+    num_open_blocks: int
+    num_open_tokens: int
+    num_sealed_blocks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recompute:
+    """A victim's blocks are let go; what the cache has lost when it resumes is computed again.
+
+    Args:
+        num_tokens: How many tokens the shortage at hand makes it lose.
+    """
+
+    num_tokens: int
+
+
+Way = Recompute
+"""How a victim gives way: a union, to which other ways of keeping its KV may be added."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Victim:
+    """Who gives way, and how.
+
+    Args:
+        index: Among the holders.
+        way: What becomes of its KV.
+    """
+
+    index: int
+    way: Way
+
+
+def choose_victim(holders: Sequence[BlockHolder], num_short: int, block_size: int) -> Victim:
+    """Choose who gives way: of the least urgent, who loses least for each block that it frees.
+
+    A freed block that is sealed is lost only if the shortage takes it: unsealed blocks go first.
+    So the cost is that of the tokens in unsealed blocks, and of as many sealed blocks as are
+    still missing. Where two cost the same, the one served later gives way.
+
+    Args:
+        holders: First served first.
+        num_short: Blocks that are missing, at least 1.
+        block_size: Slots per block.
+
+    Raises:
+        ValueError: `holders` is empty.
+    """
+    least_urgent = max(holder.priority for holder in holders)
+
+    def num_lost(holder: BlockHolder) -> int:
+        num_taken = min(max(0, num_short - holder.num_open_blocks), holder.num_sealed_blocks)
+        return holder.num_open_tokens + num_taken * block_size
+
+    def cost(index: int) -> tuple[bool, float, int]:
+        holder = holders[index]
+        num_freed = holder.num_open_blocks + holder.num_sealed_blocks
+        return num_freed == 0, num_lost(holder) / max(1, num_freed), -index
+
+    index = min(
+        (index for index, holder in enumerate(holders) if holder.priority == least_urgent),
+        key=cost,
+    )
+    return Victim(index, Recompute(num_lost(holders[index])))

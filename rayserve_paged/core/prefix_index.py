@@ -20,9 +20,14 @@ class PrefixIndex:
         self._key_of: list[BlockKey | None] = [None] * num_blocks
         self._published: dict[BlockKey, None] = {}
         self._evicted: dict[BlockKey, None] = {}
+        # Over the index's life: whoever waits for a key need not look before this has changed.
+        self.num_published = 0
 
     def __len__(self) -> int:
         return len(self._block_of)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._block_of
 
     def items(self) -> Iterable[tuple[BlockKey, BlockId]]:
         """Return every (key, block)."""
@@ -65,6 +70,7 @@ class PrefixIndex:
             # A fork shares it, and fills it too.
             return True
         self._key_of[block_id] = key
+        self.num_published += 1
         # A key that went and came back since the last report has not changed.
         if key in self._evicted:
             del self._evicted[key]

@@ -12,6 +12,7 @@ from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.config import BatchConfig, TimeoutConfig
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.keyed_heap import KeyedHeap
 from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.messages import (
     AssignRequest,
@@ -30,11 +31,13 @@ from rayserve_paged.core.messages import (
     TokenLogprobs,
 )
 from rayserve_paged.core.outbox import Outbox
-from rayserve_paged.core.request import FinishReason, ModelLimits
+from rayserve_paged.core.request import FinishReason, ModelLimits, Request
 from rayserve_paged.core.sequence import SequenceState
 from rayserve_paged.core.step_commit import Committed, Progress
+from rayserve_paged.core.waiting_queue import WaitingQueue
 
 REPORT_INTERVAL_S = 0.05
+_CANCELLED = "cancelled by its consumer"
 
 
 class Replica:
@@ -74,6 +77,7 @@ class Replica:
             batch.max_num_batched_tokens,
             batch.pipeline_depth,
             batch.max_prefix_wait_steps,
+            WaitingQueue(self.kv, batch.policy, batch.oldest_every, batch.tenant_weights),
         )
         self._max_steps = batch.max_decode_steps
         self.fenced: str | None = None
@@ -82,6 +86,7 @@ class Replica:
         )
         # Live siblings of each request.
         self._sequences: dict[RequestId, dict[int, SequenceState]] = {}
+        self._deadlines: KeyedHeap[RequestId] = KeyedHeap()
         self._num_arrivals = 0
         self._num_reports = 0
         self._last_report = float("-inf")
@@ -98,10 +103,8 @@ class Replica:
         match event:
             case AssignRequest():
                 self._assign(event, now)
-            case CancelRequest(request_id, attempt):
-                for sequence in self._siblings(request_id):
-                    if sequence.request.attempt == attempt:
-                        self._end(sequence, FinishReason.CANCELLED, "cancelled by its consumer")
+            case CancelRequest():
+                self._cancel(event)
             case PollTokens():
                 commands += self._outbox.poll(event, now)
             case StepFinished(result):
@@ -117,9 +120,12 @@ class Replica:
                 self._expire(expired)
             case _:
                 assert_never(event)
+        self._end_late(now)
         commands += self._outbox.flush(now)
+        # A deadline may come in between any two steps.
+        max_steps = 1 if self._deadlines else self._max_steps
         while self.fenced is None and self.batcher.can_plan:
-            plan = self.batcher.plan_step(self._max_steps)
+            plan = self.batcher.plan_step(max_steps)
             if plan is None:
                 break
             commands.append(RunStep(plan))
@@ -137,11 +143,12 @@ class Replica:
 
         A shell on a virtual clock ticks then; one on a real clock may as well tick regularly.
         """
-        due = self._outbox.next_tick
+        due = [] if self._outbox.next_tick is None else [self._outbox.next_tick]
         if self._has_news and self.fenced is None:
-            report = self._last_report + REPORT_INTERVAL_S
-            return report if due is None else min(due, report)
-        return due
+            due.append(self._last_report + REPORT_INTERVAL_S)
+        if (request_id := self._deadlines.first()) is not None:
+            due.append(self._deadlines.key(request_id)[0])
+        return min(due, default=None)
 
     def _siblings(self, request_id: RequestId) -> tuple[SequenceState, ...]:
         return tuple(self._sequences.get(request_id, {}).values())
@@ -160,9 +167,7 @@ class Replica:
         self._outbox.meet(request.consumer_id, now)
         if self.fenced is not None:
             for sibling in range(request.params.num_siblings):
-                name = StreamName(request.request_id, request.attempt, sibling)
-                item = StreamItem(name, 0, (), (), 0, FinishReason.ERROR, self.fenced)
-                self._outbox.put(request.consumer_id, item)
+                self._put_end(request, sibling, FinishReason.ERROR, self.fenced)
             return
         if request.request_id in self._sequences:
             return
@@ -177,18 +182,25 @@ class Replica:
         )
         self._num_arrivals += 1
         self._sequences[request.request_id] = {0: sequence}
+        if request.deadline_s is not None:
+            self._deadlines.put(request.request_id, (now + request.deadline_s,))
         self.batcher.add(sequence)
 
     def _advance(self, committed: Committed) -> None:
         for child in committed.born:
-            self._sequences[child.request.request_id][child.sibling] = child
+            siblings = self._sequences[child.request.request_id]
+            siblings[child.sibling] = child
+            leader = siblings.get(0)
+            if leader is not None and leader.finish is FinishReason.CANCELLED:
+                # It was withdrawn, and has done its part.
+                del siblings[0]
         for news in committed.news:
             if isinstance(news, Progress):
                 self._tell(news)
             else:
                 self._outbox.put(*news)
 
-    def _end(self, sequence: SequenceState, finish: FinishReason, error: str) -> None:
+    def _end(self, sequence: SequenceState, finish: FinishReason, error: str | None) -> None:
         """End a sequence from outside."""
         self.batcher.end(sequence, finish)
         self._tell(Progress(sequence, sequence.num_outputs, None, None, finish, error))
@@ -205,18 +217,20 @@ class Replica:
             error,
             self._prompt_logprobs(progress),
         )
-        self._outbox.put(sequence.consumer_id, item)
+        if sequence.sibling not in sequence.withdrawn:
+            self._outbox.put(sequence.consumer_id, item)
         if finish is None:
             return
         request = sequence.request
         # Siblings that are not born yet end with the one that was to be forked.
         for sibling in range(1, sequence.num_unborn + 1):
-            name = StreamName(request.request_id, request.attempt, sibling)
-            self._outbox.put(request.consumer_id, StreamItem(name, 0, (), (), 0, finish, error))
+            if sibling not in sequence.withdrawn:
+                self._put_end(request, sibling, finish, error)
         siblings = self._sequences[request.request_id]
         del siblings[sequence.sibling]
         if not siblings:
             del self._sequences[request.request_id]
+            self._deadlines.remove(request.request_id)
             self._finished.append((request.request_id, request.attempt))
 
     def _prompt_logprobs(self, progress: Progress) -> tuple[TokenLogprobs, ...]:
@@ -225,6 +239,39 @@ class Replica:
         if scores is None or progress.output_index > 0 or progress.token_id is None:
             return ()
         return scores.take()
+
+    def _put_end(
+        self, request: Request, sibling: int, finish: FinishReason, error: str | None
+    ) -> None:
+        """Tell the end of a sample that has had no token."""
+        name = StreamName(request.request_id, request.attempt, sibling)
+        self._outbox.put(request.consumer_id, StreamItem(name, 0, (), (), 0, finish, error))
+
+    def _cancel(self, event: CancelRequest) -> None:
+        for sequence in self._siblings(event.request_id):
+            if sequence.request.attempt != event.attempt:
+                continue
+            if event.sibling is not None and sequence.num_unborn:
+                self._withdraw(sequence, event.sibling)
+            elif event.sibling in (None, sequence.sibling):
+                self._end(sequence, FinishReason.CANCELLED, _CANCELLED)
+
+    def _withdraw(self, leader: SequenceState, sibling: int) -> None:
+        """Cancel one of the samples that are still one sequence; the last ends it."""
+        if sibling in leader.withdrawn or not 0 <= sibling <= leader.num_unborn:
+            return
+        if len(leader.withdrawn) == leader.num_unborn:
+            self._end(leader, FinishReason.CANCELLED, _CANCELLED)
+            return
+        self._put_end(leader.request, sibling, FinishReason.CANCELLED, _CANCELLED)
+        self.batcher.withdraw(leader, sibling)
+
+    def _end_late(self, now: float) -> None:
+        """End the requests whose deadline has come."""
+        late = self._deadlines
+        while (request_id := late.first()) is not None and late.key(request_id)[0] <= now:
+            for sequence in self._siblings(request_id):
+                self._end(sequence, FinishReason.DEADLINE, None)
 
     def _expire(self, consumers: list[ConsumerId]) -> None:
         gone = set(consumers)

@@ -21,6 +21,7 @@ MAX_BIASED_TOKENS = 300
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 2**31 - 1
+MAX_DEADLINE_S = 1e9
 
 _RANGES = {
     "temperature": (0.0, MAX_TEMPERATURE),
@@ -40,6 +41,8 @@ class FinishReason(enum.StrEnum):
     """max_tokens or the model's limit."""
     CANCELLED = "cancelled"
     """The consumer asked, or its lease ran out."""
+    DEADLINE = "deadline"
+    """The time that the consumer gave it was over; what it had until then is kept."""
     ERROR = "error"
     """The request failed; the stream item carries the error."""
 
@@ -278,6 +281,10 @@ class Request:
         tenant_salt: Blocks are shared only between requests of equal salt.
         adapter: Weights laid over the model's own; None for none.
         attachments: Content behind tokens of the prompt, in their order.
+        tenant: Who is charged under weighted-fair queueing; None for the salt, or nobody.
+        deadline_s: Seconds from this submission within which it is of use; what is not done then
+            is given up. Counted by the replica that takes it, since no two machines share a clock:
+            who submits it again gives the time that is left. None for no limit.
     """
 
     request_id: RequestId
@@ -289,6 +296,8 @@ class Request:
     tenant_salt: str | None = None
     adapter: Adapter | None = None
     attachments: tuple[Attachment, ...] = ()
+    tenant: str | None = None
+    deadline_s: float | None = None
 
     @property
     def scope(self) -> RequestScope:
@@ -320,6 +329,12 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         raise InvalidInputError("tenant_salt", request.tenant_salt, "a string, or None")
     _check_adapter(request.adapter, limits.adapters)
     check_attachments(request.attachments, num_prompt, supported=limits.takes_attachments)
+    if request.tenant is not None and not (isinstance(request.tenant, str) and request.tenant):
+        raise InvalidInputError("tenant", request.tenant, "a non-empty string, or None")
+    if request.deadline_s is not None:
+        accepted = f"a number of seconds above 0 and up to {MAX_DEADLINE_S:g}, or None"
+        if _number("deadline_s", request.deadline_s, accepted, 0.0, MAX_DEADLINE_S) == 0.0:
+            raise InvalidInputError("deadline_s", request.deadline_s, accepted)
     check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", [i for i, _bias in params.biases], limits.vocab_size)

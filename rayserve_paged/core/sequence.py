@@ -53,6 +53,7 @@ class SequenceState:
         "num_sealed",
         "num_unborn",
         "phase",
+        "priority",
         "request",
         "root",
         "row",
@@ -62,6 +63,7 @@ class SequenceState:
         "table",
         "tokens",
         "waits_since",
+        "withdrawn",
     )
 
     def __init__(
@@ -80,7 +82,11 @@ class SequenceState:
         self.sibling = 0
         self.name = StreamName(request.request_id, request.attempt, 0)
         self.num_unborn = num_siblings - 1
+        # Siblings that were cancelled before they were born, this one perhaps among them.
+        self.withdrawn: frozenset[int] = frozenset()
         self.arrival = arrival
+        # The request's own, unless the queue's policy does not look at it or time has raised it.
+        self.priority = request.priority
         self.root = root
         self.keys = list(prompt_keys)
         self.tokens = array("i", request.prompt_token_ids)
@@ -109,6 +115,11 @@ class SequenceState:
         return self.request.consumer_id
 
     @property
+    def tenant(self) -> str:
+        """Who is charged for it; empty where nobody is named."""
+        return self.request.tenant or self.request.tenant_salt or ""
+
+    @property
     def num_known(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.tokens)
@@ -128,9 +139,15 @@ class SequenceState:
             return self.num_known
         return self.scores.num_done + 1
 
+    @property
+    def num_promised_outputs(self) -> int:
+        """Output tokens that it, and what is to be forked from it, may still get."""
+        num_samples = 1 + self.num_unborn - len(self.withdrawn)
+        return (self.max_known - len(self.tokens)) * num_samples
+
     def order_key(self) -> tuple[int, int, int]:
         """Return what decides who goes first: priority, then arrival, then sibling."""
-        return self.request.priority, self.arrival, self.sibling
+        return self.priority, self.arrival, self.sibling
 
     def fork(self, sibling: int, table: BlockTable) -> "SequenceState":
         """Return a sibling that knows the prompt, on a table of its own."""
@@ -138,6 +155,7 @@ class SequenceState:
         child.sibling = sibling
         child.name = StreamName(self.request.request_id, self.request.attempt, sibling)
         child.num_unborn = 0
+        child.withdrawn = frozenset()
         child.keys = list(self.keys)
         child.tokens = self.tokens[: self.num_prompt]
         child.table = table

@@ -199,6 +199,9 @@ class StepCommit:
         batch = self._batch
         assert sequence.row is not None
         batch.sync(sequence)
+        if sequence.sibling in sequence.withdrawn:
+            # It only computes the prompt for its siblings.
+            return
         finish = sequence.finish_reason(token_id)
         logprobs = self._result.logprobs.get(index)
         self._committed.news.append(
@@ -222,7 +225,10 @@ class StepCommit:
         batch.num_unborn[row] = 0
         batch.held_back[row] = False
         batch.mark_forked(row)
+        withdrawn, leader.withdrawn = leader.withdrawn, frozenset()
         for sibling in range(1, num_siblings):
+            if sibling in withdrawn:
+                continue
             child = leader.fork(sibling, batch.kv.fork(leader.table))
             child_row = batch.enter(child, int(batch.computed[row]))
             batch.mark_forked(child_row)
@@ -231,6 +237,8 @@ class StepCommit:
             batch.append(np.array([child_row]), token_ids[index : index + 1])
             self._tell(child, int(token_ids[index]), index)
         finish = leader.finish_reason(leader.tokens[-1])
+        if 0 in withdrawn:
+            finish = FinishReason.CANCELLED
         if finish is not None:
             leader.finish = finish
             batch.retire(leader)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rayserve_paged.core import policy
+from rayserve_paged.core import policy, preemption
 from rayserve_paged.core.ids import BlockId, Row, StepId
 from rayserve_paged.core.messages import IntArray, RowStart, StepPlan
 from rayserve_paged.core.running_batch import BoolArray, Flight, RunningBatch, SteadyState
@@ -72,8 +72,9 @@ class StepPlanner:
         num_missing = self._num_copies(rows) if batch.num_forked else 0
         if len(rows) and short.max() > 0:
             num_missing += int((-(-short[short > 0] // batch.block_size)).sum())
-        if num_missing > batch.kv.pool.num_available:
-            return batch.order[-1]
+        num_short = num_missing - batch.kv.pool.num_available
+        if num_short > 0:
+            return preemption.who_gives_way(batch, num_short)
         return rows, num_tokens, samples
 
     def _deal_budget(self, newcomers: Callable[[], bool]) -> Scheduled:

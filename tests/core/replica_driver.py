@@ -9,7 +9,7 @@ from fingerprint_rank import FingerprintRank
 from rayserve_paged.core import invariants
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter, BlockScope, extend_chain
-from rayserve_paged.core.config import BatchConfig, TimeoutConfig
+from rayserve_paged.core.config import BatchConfig, QueuePolicy, TimeoutConfig
 from rayserve_paged.core.consumer import Consumer, StreamUpdate
 from rayserve_paged.core.ids import (
     Attempt,
@@ -160,6 +160,8 @@ class ReplicaDriver:
         max_decode_steps: Steps of one plan.
         max_prefix_wait_steps: Steps that a request waits for a prefix in flight.
         partial_reuse: Whether leading slots are copied.
+        policy: Of the waiting queue.
+        oldest_every: Its bound.
     """
 
     def __init__(
@@ -174,6 +176,8 @@ class ReplicaDriver:
         max_decode_steps: int = 1,
         max_prefix_wait_steps: int = 64,
         partial_reuse: bool = False,
+        policy: QueuePolicy = "priority",
+        oldest_every: int | None = None,
     ) -> None:
         limits = dataclasses.replace(limits, max_num_seqs=max_num_seqs)
         self.limits = limits
@@ -184,6 +188,8 @@ class ReplicaDriver:
             pipeline_depth=pipeline_depth,
             max_decode_steps=max_decode_steps,
             max_prefix_wait_steps=max_prefix_wait_steps,
+            policy=policy,
+            oldest_every=oldest_every,
         )
         self.incarnation = Incarnation(incarnation)
         self.replica = Replica(
@@ -308,4 +314,13 @@ class ReplicaDriver:
 
     def sequence(self, request: Request) -> SequenceState:
         (found,) = [s for s in self.replica.sequences if s.request.request_id == request.request_id]
+        return found
+
+    def sequence_of(self, request: Request, sibling: int) -> SequenceState:
+        """Return one of the samples of a request, which is born."""
+        (found,) = [
+            s
+            for s in self.replica.sequences
+            if (s.request.request_id, s.sibling) == (request.request_id, sibling)
+        ]
         return found

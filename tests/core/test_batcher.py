@@ -192,7 +192,7 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     driver = ReplicaDriver(make_limits(num_blocks=6))
     first, last = requests_named("first", "last", num_prompt=6, max_tokens=14)
     submit_in_one_step(driver, first, last)
-    driver.submit(make_request([5], 1, request_id="small", priority=-1))
+    driver.submit(make_request([5], 1, request_id="small"))
     before = 0
     while driver.plan is not None:
         preempted = driver.replica.batcher.num_preemptions > before

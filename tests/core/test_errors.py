@@ -10,6 +10,7 @@ from rayserve_paged.core.errors import (
     InvalidInputError,
     LedgerError,
     NoReplicaError,
+    OverloadedError,
     PagedError,
     ReplicaLostError,
     RequestFailedError,
@@ -31,6 +32,16 @@ EXAMPLES = [
         "request_id='q1' is in use by a request that has not finished",
     ),
     (NoReplicaError("none has registered"), "no replica can take the request: none has registered"),
+    (
+        OverloadedError(8, 8, 900, None, 0.25),
+        "overloaded: on the least busy replica 8 sequences wait and 8 may; try again in about "
+        "0.25 s",
+    ),
+    (
+        OverloadedError(8, 9, 900, 1000, None),
+        "overloaded: on the least busy replica 8 sequences wait and 9 may, 900 tokens are pending "
+        "and 1000 may be; try again later",
+    ),
     (ReplicaLostError("r0", 3, "a rank died"), "replica r0 (incarnation 3) is lost: a rank died"),
     (RequestFailedError("q1", "NaN logits"), "request q1 failed: NaN logits"),
     (DeploymentError("main", "not found"), "deployment 'main': not found"),

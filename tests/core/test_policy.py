@@ -2,7 +2,20 @@ import numpy as np
 import pytest
 
 from rayserve_paged.core.ids import ReplicaId
-from rayserve_paged.core.policy import ReplicaLoad, can_admit, choose_replica, deal_budget
+from rayserve_paged.core.policy import (
+    BlockHolder,
+    QueueLoad,
+    Recompute,
+    ReplicaLoad,
+    Victim,
+    can_admit,
+    choose_replica,
+    choose_victim,
+    deal_budget,
+    estimate_retry_s,
+    has_room,
+    is_turn_of_oldest,
+)
 
 
 def load(name: str, num_cached_blocks: int, num_pending_tokens: int) -> ReplicaLoad:
@@ -106,3 +119,93 @@ def test_whatever_is_pending_the_budget_is_kept_and_the_first_prefill_goes_on() 
             assert dealt[first] >= min(pending[first], left - left // 4, left)
         if not newcomers:
             assert dealt.sum() == min(budget, pending.sum()), "nothing is left over"
+
+
+# --- who gives way --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("holders", "num_short", "victim", "num_lost"),
+    [
+        # (priority, open blocks, tokens in them, sealed blocks), in blocks of 4.
+        ([(0, 1, 2, 5)], 1, 0, 2),
+        # The least urgent, however dear.
+        ([(0, 1, 1, 9), (1, 1, 4, 0), (0, 1, 1, 9)], 1, 1, 4),
+        # The same loss: who frees more; the same of both: who is served last.
+        ([(0, 1, 2, 9), (0, 1, 2, 1)], 1, 0, 2),
+        ([(0, 1, 2, 5), (0, 1, 2, 5)], 1, 1, 2),
+        # The emptier tail.
+        ([(0, 1, 1, 5), (0, 1, 4, 5)], 1, 0, 1),
+        # Sealed blocks are lost as far as the shortage takes them.
+        ([(0, 0, 0, 2)], 1, 0, 4),
+        ([(0, 1, 3, 7)], 3, 0, 11),
+        ([(0, 1, 3, 1)], 5, 0, 7),
+        ([(0, 2, 1, 0), (0, 0, 0, 8)], 2, 0, 1),
+        # Who frees nothing comes last of all.
+        ([(0, 0, 0, 0), (0, 1, 4, 0)], 1, 1, 4),
+        ([(0, 0, 0, 0), (0, 0, 0, 0)], 1, 1, 0),
+    ],
+)
+def test_the_victim_is_the_least_urgent_that_loses_least_for_each_block_freed(
+    holders: list[tuple[int, int, int, int]], num_short: int, victim: int, num_lost: int
+) -> None:
+    chosen = choose_victim([BlockHolder(*fields) for fields in holders], num_short, 4)
+    assert chosen == Victim(victim, Recompute(num_lost))
+
+
+def test_there_is_no_victim_among_none() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        choose_victim([], 1, 4)
+
+
+# --- limits and bounds ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("load", "num_seqs", "num_tokens", "limits", "room"),
+    [
+        # (sequences given, run at once, tokens pending); (may wait, may be pending).
+        ((4, 4, 100), 1, 10, (None, None), True),
+        ((4, 4, 100), 1, 10, (1, None), True),
+        ((4, 4, 100), 1, 10, (0, None), False),
+        ((3, 4, 100), 1, 10, (0, None), True),
+        ((3, 4, 100), 2, 10, (0, None), False),
+        ((5, 4, 100), 2, 10, (3, None), True),
+        ((5, 4, 100), 3, 10, (3, None), False),
+        ((1, 4, 100), 1, 10, (None, 110), True),
+        ((1, 4, 100), 1, 11, (None, 110), False),
+        # An idle replica takes what would otherwise never be taken.
+        ((0, 4, 0), 1, 1000, (0, 110), True),
+        ((0, 4, 0), 4, 1, (0, None), True),
+    ],
+)
+def test_a_replica_has_room_within_its_limits_and_always_while_it_is_idle(
+    load: tuple[int, int, int],
+    num_seqs: int,
+    num_tokens: int,
+    limits: tuple[int | None, int | None],
+    room: bool,
+) -> None:
+    assert has_room(QueueLoad(*load), num_seqs, num_tokens, *limits) == room
+
+
+def test_no_sequence_waits_while_rows_are_left() -> None:
+    loads = [QueueLoad(num_seqs, 4, 0) for num_seqs in (0, 3, 4, 5, 9)]
+    assert [load.num_waiting for load in loads] == [0, 0, 0, 1, 5]
+
+
+def test_the_next_end_is_expected_after_the_mean_time_between_the_last_ones() -> None:
+    assert estimate_retry_s([]) is None
+    assert estimate_retry_s([3.0]) is None
+    assert estimate_retry_s([3.0, 4.0]) == 1.0
+    assert estimate_retry_s([3.0, 3.0, 3.5, 4.5]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("num_passed", "oldest_every", "turn"),
+    [(0, None, False), (99, None, False), (0, 1, True), (1, 3, False), (2, 3, True), (9, 3, True)],
+)
+def test_one_in_so_many_starts_is_that_of_the_oldest(
+    num_passed: int, oldest_every: int | None, turn: bool
+) -> None:
+    assert is_turn_of_oldest(num_passed, oldest_every) == turn

@@ -1,0 +1,93 @@
+"""Who of the running sequences gives way: to those before it, or to one that is more urgent."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rayserve_paged.core.block_pool import BlockPool
+from rayserve_paged.core.ids import BlockId
+from rayserve_paged.core.policy import BlockHolder, Recompute, choose_victim
+from rayserve_paged.core.running_batch import RunningBatch
+from rayserve_paged.core.sequence import SequenceState
+
+NUM_CANDIDATES = 8
+"""Victims are sought among so many of those served last: a bound on the search, and on how far
+somebody served early can fall behind."""
+
+
+class Room(NamedTuple):
+    """What preempting some sequences would leave.
+
+    Args:
+        rows: Theirs, those kept for their unborn siblings included.
+        block_ids: Blocks that nobody else holds.
+    """
+
+    rows: int
+    block_ids: frozenset[BlockId]
+
+
+def who_gives_way(batch: RunningBatch, num_short: int) -> SequenceState:
+    """Return who gives way where blocks are short. The first served never does while others run.
+
+    So it goes on until it ends, then the next one is first: whatever is preempted, all end.
+
+    Args:
+        batch: At least one sequence runs.
+        num_short: Blocks that are missing.
+    """
+    candidates = batch.order[1:][-NUM_CANDIDATES:]
+    return _victim(batch, candidates, num_short) if candidates else batch.order[0]
+
+
+def who_gives_way_to(batch: RunningBatch, urgent: SequenceState) -> list[SequenceState]:
+    """Return who could give way to a waiting sequence, the first to be asked first.
+
+    These are less urgent than it; equally urgent ones never give way to a newcomer.
+    """
+    lower = [sequence for sequence in batch.order if sequence.priority > urgent.priority]
+    victims = []
+    while lower:
+        victim = _victim(batch, lower[-NUM_CANDIDATES:], 1)
+        lower.remove(victim)
+        victims.append(victim)
+    return victims
+
+
+def room_of(pool: BlockPool, sequences: Sequence[SequenceState]) -> Room:
+    """Return what preempting these sequences would leave."""
+    held = Counter(block_id for sequence in sequences for block_id in sequence.table.block_ids)
+    freed = frozenset(block_id for block_id, count in held.items() if pool.count(block_id) == count)
+    return Room(sum(1 + sequence.num_unborn for sequence in sequences), freed)
+
+
+def _victim(
+    batch: RunningBatch, candidates: Sequence[SequenceState], num_short: int
+) -> SequenceState:
+    holders = [_holder(batch, sequence) for sequence in candidates]
+    victim = choose_victim(holders, num_short, batch.block_size)
+    match victim.way:
+        case Recompute():
+            return candidates[victim.index]
+
+
+def _holder(batch: RunningBatch, sequence: SequenceState) -> BlockHolder:
+    pool = batch.kv.pool
+    num_open = num_sealed = 0
+    # What is shared leads a table.
+    for block_id in reversed(sequence.table.block_ids):
+        if pool.count(block_id) > 1:
+            break
+        if pool.is_sealed(block_id):
+            num_sealed += 1
+        else:
+            num_open += 1
+    assert sequence.row is not None
+    num_computed = int(batch.computed[sequence.row])
+    first_open = (len(sequence.table.block_ids) - num_open) * batch.block_size
+    return BlockHolder(
+        priority=sequence.priority,
+        num_open_blocks=num_open,
+        num_open_tokens=max(0, num_computed - first_open),
+        num_sealed_blocks=num_sealed,
+    )
