@@ -26,24 +26,24 @@ def submit_in_one_step(driver: ReplicaDriver, *requests: Request) -> None:
     driver.step()
 
 
-@pytest.mark.parametrize(("early", "late", "victim"), [(9, 11, "early"), (11, 9, "late")])
+@pytest.mark.parametrize(("early", "late", "victim"), [(11, 9, "early"), (9, 11, "late")])
 def test_whoever_loses_least_for_a_block_gives_way_and_not_whoever_is_served_last(
     early: int, late: int, victim: str
 ) -> None:
-    """Blocks of 4, 11 of them. After two steps all three hold their prompts' three blocks and
-    two are left; the first one then takes both. Of the others one has filled its third block by
-    then and needs a fourth, and would lose 4 tokens; the other has 2 in its third, and loses 2.
+    """Eleven blocks of 4. The prompts take nine, and the two of 11 tokens one more each. When the
+    prompt of 9 has grown to 12 and needs a block, it would lose 4 tokens for 3 blocks; the other
+    has 14 in 4 blocks by then, and loses the 2 in its tail.
     """
-    driver = ReplicaDriver(make_limits(num_blocks=9))
+    driver = ReplicaDriver(make_limits(num_blocks=11))
     lengths = {"first": 11, "early": early, "late": late}
     requests = [
-        make_request([i] * num_prompt, 6, request_id=name)
+        make_request([i] * num_prompt, 8, request_id=name)
         for i, (name, num_prompt) in enumerate(lengths.items())
     ]
     submit_in_one_step(driver, *requests)
     sequences = [driver.sequence(request) for request in requests]
     while not driver.replica.batcher.num_preemptions:
-        driver.step()
+        assert driver.step()
     (waiting,) = [s for s in sequences if s.phase is Phase.WAITING]
     assert waiting.request.request_id == victim
     driver.run()
