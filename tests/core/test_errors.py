@@ -39,8 +39,8 @@ EXAMPLES = [
     ),
     (
         OverloadedError(8, 9, 900, 1000, None),
-        "overloaded: on the least busy replica 8 sequences wait and 9 may, 900 tokens are pending "
-        "and 1000 may be; try again later",
+        "overloaded: on the least busy replica 8 sequences wait and 9 may, and 900 tokens are "
+        "pending and 1000 may be; try again later",
     ),
     (ReplicaLostError("r0", 3, "a rank died"), "replica r0 (incarnation 3) is lost: a rank died"),
     (RequestFailedError("q1", "NaN logits"), "request q1 failed: NaN logits"),
