@@ -94,6 +94,8 @@ def check_partials(kv: KVManager, copy_sources: Iterable[Iterable[BlockId]] = ()
         return
     contents = dict(partials.items())
     _require(frozen <= contents.keys(), "a frozen block cannot be found")
+    parents = {content.parent for content in contents.values()}
+    _require(len(parents) == partials.num_parents, "a parent is kept without what is behind it")
     for block_id, content in contents.items():
         _require(block_id in partials, f"block {block_id} is found and not noted")
         num_tokens = len(content.token_ids)

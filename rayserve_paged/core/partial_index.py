@@ -63,6 +63,11 @@ class PartialIndex:
     def __contains__(self, block_id: BlockId) -> bool:
         return self._parent[block_id] is not None
 
+    @property
+    def num_parents(self) -> int:
+        """Blocks, or roots, behind which something is found."""
+        return len(self._children)
+
     def add(self, block_id: BlockId, content: BlockContent) -> BlockId | None:
         """Let a block be found, unless another one holds all of it already.
 
@@ -105,12 +110,11 @@ class PartialIndex:
             if not children:
                 del self._children[parent]
             self._parent[block_id] = None
-            self._num_bytes[block_id] = 0
 
     def find(self, content: BlockContent) -> PartialMatch | None:
         """Return the block that shares the most leading tokens; None where none shares any."""
         children = self._children.get(content.parent)
-        if children is None or not content.token_ids:
+        if children is None:
             return None
         payload = _payload(content.token_ids)
         place = bisect.bisect_left(children, payload, key=self._payload_of)

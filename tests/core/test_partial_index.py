@@ -61,6 +61,7 @@ def test_a_block_puts_out_the_one_that_it_covers() -> None:
     alone = holding([1])
     assert alone.add(BlockId(5), BlockContent(ROOT, [1, 2])) == 0
     assert dict(alone.items()) == {5: (ROOT, [1, 2])}
+    assert alone.num_parents == 1
 
 
 def test_what_is_removed_is_not_found_and_may_come_back_with_other_tokens() -> None:
@@ -70,6 +71,7 @@ def test_what_is_removed_is_not_found_and_may_come_back_with_other_tokens() -> N
     index.remove([BlockId(1)])
     assert found(index, 1, 2) is None
     assert list(index.items()) == []
+    assert index.num_parents == 0
     index.add(BlockId(0), BlockContent(OTHER, [7]))
     assert found(index, 7, 7, parent=OTHER) == (0, 1)
 
