@@ -177,6 +177,23 @@ def test_a_second_turn_computes_only_what_is_new(
     assert batcher.num_resumed_tokens == 0
 
 
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_of_equal_prompts_that_wait_for_the_first_one_token_each_is_computed(
+    pipeline_depth: int,
+) -> None:
+    driver = make_driver(128, pipeline_depth=pipeline_depth, budget=512)
+    driver.submit(make_request([450], 1, request_id="before"))
+    requests = [make_request(range(160), 3, request_id=f"q{i}") for i in range(6)]
+    streams = [driver.submit(request) for request in requests]
+    driver.run()
+    for request, stream in zip(requests, streams, strict=True):
+        assert (stream.token_ids, stream.finish) == oracle(request, driver.limits)
+    assert [stream.num_cached_tokens for stream in streams] == [0, 159, 159, 159, 159, 159]
+    assert driver.replica.batcher.num_hit_tokens == 5 * 159
+    computed = sum(row.num_tokens for step in driver.rank.history for row in step)
+    assert computed == 1 + 160 + 5 * 1 + 6 * 2
+
+
 def test_without_partial_reuse_a_second_turn_takes_whole_blocks_alone() -> None:
     driver = make_driver(partial_reuse=False)
     first = make_request(range(21), 12)
