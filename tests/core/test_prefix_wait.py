@@ -212,6 +212,7 @@ def test_a_wait_ends_after_so_many_steps(max_wait_steps: int) -> None:
         num_plans += 1
     # The plan that ends the wait is not among those that it waited for.
     assert num_plans == max_wait_steps + 1
+    assert waiter.waits_since is None, "it may wait again when it resumes"
     driver.run()
     # What the first had computed meanwhile is in the cache.
     assert waiter.num_cached_tokens == 2 * BLOCK_SIZE * (max_wait_steps + 2)
