@@ -35,10 +35,8 @@ def plan_scores(
     indices: list[int] = []
     targets: list[int] = []
     scoring: list[Scoring] = []
-    ends = np.cumsum(num_tokens).tolist()
-    for row, start, count, end in zip(
-        rows.tolist(), computed.tolist(), num_tokens.tolist(), ends, strict=True
-    ):
+    fields = np.column_stack((rows, computed, num_tokens, np.cumsum(num_tokens)))
+    for row, start, count, end in fields.tolist():
         if row not in batch.scoring:
             continue
         sequence = batch.sequence(row)

@@ -106,6 +106,16 @@ def test_sampling_flags_reach_the_request(run: Run) -> None:
     assert {len(position["top"]) for position in first["logprobs"]} == {1}
 
 
+def test_log_probabilities_of_a_prompt_are_listed_one_for_each_token(run: Run) -> None:
+    args = ["--prompt", "a prompt", "--json", "--temperature", "0", "--prompt-logprobs", "2"]
+    (row,) = run(*FINGERPRINT, *args).rows
+    first, *others = row["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(row["prompt_token_ids"]) - 1
+    assert [len(position["top"]) for position in others] == [2] * len(others)
+    assert all(position["logprob"] <= position["top"][0][1] for position in others)
+
+
 def test_several_samples_of_a_prompt_are_listed(run: Run) -> None:
     args = ["--prompt", "x", "--json", "--seed", "3", "--n", "3"]
     (row,) = run(*FINGERPRINT, *args).rows

@@ -8,6 +8,7 @@ from trials import CORE, ROOT
 MODULES = (
     "accounting",
     "batcher",
+    "attachments",
     "block_identity",
     "block_pool",
     "block_table",
@@ -17,8 +18,10 @@ MODULES = (
     "policy",
     "prefix_wait",
     "prefix_index",
+    "prompt_scores",
     "replica",
     "running_batch",
+    "scored_tokens",
     "sequence",
     "step_commit",
     "step_planner",
