@@ -8,6 +8,7 @@ from rayserve_paged.core.block_identity import extend_chain
 from rayserve_paged.core.block_pool import BlockPool, BlockState
 from rayserve_paged.core.errors import LedgerError
 from rayserve_paged.core.ids import BlockId
+from rayserve_paged.core.keyed_heap import MAX_ENTRIES_PER_ITEM, MAX_SPARE_ENTRIES
 from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.prefix_index import PrefixIndex
 from rayserve_paged.core.replica import Replica
@@ -136,6 +137,7 @@ def check(replica: Replica) -> None:
     for sequence in batcher.waiting:
         _require(not sequence.table.block_ids, "a waiting sequence holds blocks")
     _require(len(batcher.waiting) == batcher.num_waiting, "the waiting count is wrong")
+    _check_queue(replica)
     order = [sequence.order_key() for sequence in batcher.running]
     _require(order == sorted(order), "running sequences are out of order")
     for sequence in batcher.running:
@@ -191,3 +193,16 @@ def _check_running(replica: Replica, sequence: SequenceState) -> None:
         _require(scores.num_done >= min(computed, wanted), "a prompt token was not scored")
         is_left = max(held, scores.num_done) < wanted
         _require(batcher.is_scoring(sequence) == is_left, "what is left to score is not known")
+
+
+def _check_queue(replica: Replica) -> None:
+    queue = replica.batcher.queue
+    first, in_order = queue.first(), queue.in_order
+    if queue.is_turn_of_oldest:
+        in_order = tuple(sorted(in_order, key=lambda each: (each.arrival, each.sibling)))
+    _require(first is (in_order[0] if in_order else None), "not the first in order starts next")
+    limit = MAX_ENTRIES_PER_ITEM * len(queue) + MAX_SPARE_ENTRIES
+    _require(queue.num_entries <= limit, f"{queue.num_entries} entries for {len(queue)} waiting")
+    for sequence in (*queue.in_order, *replica.batcher.running):
+        siblings = range(sequence.num_unborn + 1)
+        _require(sequence.withdrawn < set(siblings), "all samples of a sequence are withdrawn")

@@ -8,7 +8,8 @@ Key = tuple[float, ...]
 
 _T = TypeVar("_T", bound=Hashable)
 
-_SLACK = 8
+MAX_ENTRIES_PER_ITEM = 2
+MAX_SPARE_ENTRIES = 8
 
 
 class KeyedHeap(Generic[_T]):
@@ -68,7 +69,7 @@ class KeyedHeap(Generic[_T]):
         return None
 
     def _sweep(self) -> None:
-        if len(self._entries) <= 2 * len(self._keys) + _SLACK:
+        if len(self._entries) <= MAX_ENTRIES_PER_ITEM * len(self._keys) + MAX_SPARE_ENTRIES:
             return
         seen: set[_T] = set()
         kept = []

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import math
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from fingerprint_rank import Expected, oracle, prompt_oracle
@@ -22,12 +23,20 @@ from replica_driver import (
 
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter
+from rayserve_paged.core.config import QueuePolicy
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import Attempt, BlockKey, RequestId
-from rayserve_paged.core.messages import AnswerPoll, AssignRequest, FenceReplica, StepFailed
+from rayserve_paged.core.messages import (
+    AnswerPoll,
+    AssignRequest,
+    CancelRequest,
+    FenceReplica,
+    StepFailed,
+)
 from rayserve_paged.core.outbox import LEASES_TO_REMEMBER
 from rayserve_paged.core.request import FinishReason, Request, admit
 
+POLICIES: tuple[QueuePolicy, ...] = get_args(QueuePolicy)
 LEASE_S = TIMEOUTS.consumer_lease_s
 CONSUMERS = ("c0", "c1")
 # Prompts are cut from these, so that they share prefixes of every length.
@@ -57,11 +66,15 @@ class Tracked:
         request: The request.
         samples: What each of its samples must give, and has given.
         poison: (output index, sibling) of the draw that raises; None for the sibling means all.
+        due: When its deadline is, on the replica's clock.
+        cancelled_siblings: Those that were cancelled alone.
     """
 
     request: Request
     samples: list[tuple[Expected, Stream]]
     poison: tuple[int, int | None] | None
+    due: float = math.inf
+    cancelled_siblings: set[int] = dataclasses.field(default_factory=set)
     cancelled: bool = False
     abandoned: bool = False
     lapsed: bool = False
@@ -99,6 +112,8 @@ class ReplicaMachine(RuleBasedStateMachine):
         max_prefix_wait_steps=st.sampled_from([64, 2, 0, 1]),
         partial_reuse=st.booleans(),
         interruptions=st.sampled_from([0.0, 0.3]),
+        policy=st.sampled_from(POLICIES),
+        oldest_every=st.sampled_from([None, 1, 2, 5]),
     )
     def start(
         self,
@@ -111,6 +126,8 @@ class ReplicaMachine(RuleBasedStateMachine):
         max_prefix_wait_steps: int,
         partial_reuse: bool,
         interruptions: float,
+        policy: QueuePolicy,
+        oldest_every: int | None,
     ) -> None:
         self.limits = make_limits(
             num_blocks,
@@ -128,6 +145,8 @@ class ReplicaMachine(RuleBasedStateMachine):
             max_decode_steps=max_decode_steps,
             max_prefix_wait_steps=max_prefix_wait_steps,
             partial_reuse=partial_reuse,
+            policy=policy,
+            oldest_every=oldest_every,
         )
         draw = random.Random(0)
         self.interrupt = lambda: draw.random() < interruptions
@@ -152,6 +171,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         num_samples=st.sampled_from([1, 1, 2, 3, 4]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         poison=st.sampled_from([*[None] * 5, (0, None), (2, None), (0, 1), (1, 0), (2, 1)]),
+        deadline_s=st.sampled_from([None, None, None, 0.1, 3.0, 100.0]),
     )
     def submit(
         self,
@@ -164,6 +184,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         num_samples: int,
         prompt_logprobs: int | None,
         poison: tuple[int, int | None] | None,
+        deadline_s: float | None,
     ) -> None:
         for temperature, priority in enumerate(priorities):
             request = make_request(
@@ -177,7 +198,9 @@ class ReplicaMachine(RuleBasedStateMachine):
                 n=num_samples,
                 prompt_logprobs=prompt_logprobs,
             )
-            request = dataclasses.replace(request, **IDENTITIES[identity])
+            request = dataclasses.replace(
+                request, deadline_s=deadline_s, tenant=consumer, **IDENTITIES[identity]
+            )
             self.num_submitted += 1
             if not self.is_admitted(request):
                 return
@@ -242,7 +265,8 @@ class ReplicaMachine(RuleBasedStateMachine):
             (oracle(request, self.limits, sibling), reader.stream(request, sibling))
             for sibling in range(request.params.n)
         ]
-        self.tracked.append(Tracked(request, samples, poison))
+        due = math.inf if request.deadline_s is None else self.driver.now + request.deadline_s
+        self.tracked.append(Tracked(request, samples, poison, due))
         self.keep_answers("late")
 
     def live(self) -> list[Tracked]:
@@ -261,6 +285,16 @@ class ReplicaMachine(RuleBasedStateMachine):
             reader = self.driver.reader(tracked.request.consumer_id)
             reader.consumer.abandon(tracked.request.request_id)
         self.driver.cancel(tracked.request)
+        self.keep_answers("late")
+
+    @precondition(lambda self: self.live())
+    @rule(pick=st.integers(0, 99), sibling=st.integers(0, 4))
+    def cancel_one_sample(self, pick: int, sibling: int) -> None:
+        live = self.live()
+        tracked = live[pick % len(live)]
+        tracked.cancelled_siblings.add(sibling)
+        request = tracked.request
+        self.driver.send(CancelRequest(request.request_id, request.attempt, sibling))
         self.keep_answers("late")
 
     @precondition(lambda self: self.tracked)
@@ -317,10 +351,12 @@ class ReplicaMachine(RuleBasedStateMachine):
         before = self.live()
         self.driver.tick(seconds)
         ended = [tracked for tracked in before if tracked not in self.live()]
+        assert all(tracked.due > self.driver.now for tracked in self.live())
         for tracked in ended:
             lease_ends = self.seen[tracked.request.consumer_id] + LEASE_S
-            assert self.driver.now >= lease_ends, "a consumer lost its requests within its lease"
-            tracked.lapsed = True
+            tracked.lapsed = self.driver.now >= lease_ends
+            in_time = tracked.lapsed or self.driver.now >= tracked.due
+            assert in_time, "a request ended within its consumer's lease and its own deadline"
         for tracked in self.tracked:
             memory_ends = self.seen[tracked.request.consumer_id] + LEASE_S * LEASES_TO_REMEMBER
             if self.driver.now >= memory_ends:
@@ -409,7 +445,10 @@ class ReplicaMachine(RuleBasedStateMachine):
             if stream.finish is None:
                 assert tracked.abandoned or tracked.forgotten, "a stream that never ends"
             elif stream.finish is FinishReason.CANCELLED:
-                assert tracked.cancelled or tracked.lapsed
+                alone = sibling in tracked.cancelled_siblings
+                assert alone or tracked.cancelled or tracked.lapsed
+            elif stream.finish is FinishReason.DEADLINE:
+                assert self.driver.now >= tracked.due
             elif stream.finish is FinishReason.ERROR and not tracked.fenced:
                 assert stream.error == f"draw {draw} is poisoned"
                 assert len(stream.token_ids) == draw

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from hypothesis import settings
-from replica_machine import CONSUMERS, IDENTITIES, LEASE_S, STORIES, ReplicaMachine
+from replica_machine import CONSUMERS, IDENTITIES, LEASE_S, POLICIES, STORIES, ReplicaMachine
 
 
 def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
@@ -21,6 +21,8 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
         max_prefix_wait_steps=draw.choice([0, 1, 3, 64]),
         partial_reuse=draw.random() < 0.6,
         interruptions=draw.choice([0.0, 0.3]),
+        policy=draw.choice(POLICIES),
+        oldest_every=draw.choice([None, 1, 3]),
     )
 
     def submit() -> None:
@@ -34,6 +36,7 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
             draw.choice([1, 1, 2, 3, 4]),
             draw.choice([None, None, 0, 2]),
             draw.choice([*[None] * 10, (0, None), (2, None), (0, 2), (1, 0), (3, 1)]),
+            draw.choice([None, None, None, 0.5, 5.0]),
         )
 
     def submit_again() -> None:
@@ -50,7 +53,9 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
     def touch_a_live_one() -> None:
         if machine.live():
             pick = draw.randint(0, 99)
-            if draw.random() < 0.5:
+            if draw.random() < 0.4:
+                machine.cancel_one_sample(pick, draw.randint(0, 3))
+            elif draw.random() < 0.5:
                 machine.cancel(pick, draw.random() < 0.5)
             else:
                 machine.assign_a_live_request_again(pick)
