@@ -13,7 +13,9 @@ from rayserve_paged.core.errors import InvalidInputError
 if TYPE_CHECKING:
     from rayserve_paged.sim.analysis import BlockSizeFigures
 
-_Trace = Annotated[Path, typer.Argument(help="Mooncake's JSON lines or Azure's CSV.")]
+_Trace = Annotated[
+    Path, typer.Argument(help="Mooncake's JSON lines, the CSV of Azure or of BurstGPT.")
+]
 _BlockSize = Annotated[str, typer.Option(help="Slots per block, several with commas.")]
 _CacheBlocks = Annotated[
     int | None, typer.Option(help="Blocks that the cache holds, of each size; absent: no limit.")

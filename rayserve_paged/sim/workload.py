@@ -1,4 +1,4 @@
-"""Reads traces of requests: JSON lines of Mooncake and CSV of Azure.
+"""Reads traces of requests: JSON lines of Mooncake, CSV of Azure and of BurstGPT.
 
 What a row means is written down here, and everything else refuses the file, by line and column:
 
@@ -7,6 +7,8 @@ What a row means is written down here, and everything else refuses the file, by 
 - The hash ids of a row are those of its prompt's blocks of `MOONCAKE_BLOCK_SIZE` tokens, head
   first, the last of which may be partly filled: ceil(input_length / 512) ids, each once, since an
   id stands for a block together with all that precedes it.
+- BurstGPT's total is the sum of a row's tokens; a row without response tokens is a failed request,
+  which is none to be served.
 - A byte-order mark and CRLF are accepted; a line that is empty or repeats a column is not.
 """
 
@@ -27,8 +29,17 @@ _MAX_TIMESTAMP_MS: Final = 2**53  # Beyond it a float is not exact.
 
 _MOONCAKE_COLUMNS: Final = ("timestamp", "input_length", "output_length", "hash_ids")
 _AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_BURSTGPT_COLUMNS: Final = (
+    "Timestamp",
+    "Model",
+    "Request tokens",
+    "Response tokens",
+    "Total tokens",
+    "Log Type",
+)
+_BURSTGPT_TIME: Final = re.compile(r"(0|[1-9]\d{0,12})(\.\d{1,6})?", re.ASCII)
 _AZURE_TIME: Final = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{1,7}", re.ASCII)
-_AZURE_COUNT: Final = re.compile(r"0|[1-9]\d{0,15}", re.ASCII)
+_CSV_COUNT: Final = re.compile(r"0|[1-9]\d{0,15}", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,10 +82,10 @@ class _Format:
 
 
 def read_workload(path: Path, *, skip_invalid: bool = False) -> Workload:
-    """Read a trace: `.jsonl` as Mooncake's, `.csv` as Azure's.
+    """Read a trace: `.jsonl` as Mooncake's, `.csv` as Azure's or BurstGPT's, by its header.
 
-    Mooncake's arrivals are its timestamps; Azure's count from the first row that is accepted, to
-    the microsecond.
+    Mooncake's and BurstGPT's arrivals are their timestamps; Azure's count from the first row that
+    is accepted, to the microsecond.
 
     Args:
         path: The file, in UTF-8.
@@ -86,18 +97,20 @@ def read_workload(path: Path, *, skip_invalid: bool = False) -> Workload:
             that is no trace or holds no request.
     """
     if path.suffix not in (".csv", ".jsonl"):
-        raise InvalidInputError(
-            "trace", str(path), "a file named .jsonl (Mooncake) or .csv (Azure)"
-        )
+        accepted = "a file named .jsonl (Mooncake) or .csv (Azure, BurstGPT)"
+        raise InvalidInputError("trace", str(path), accepted)
     lines = _read_lines(path)
     if path.suffix == ".jsonl":
         mooncake = _Format(_mooncake_row, _MOONCAKE_COLUMNS[0], MOONCAKE_BLOCK_SIZE)
         return _read_rows(path, lines, 1, mooncake, skip_invalid)
-    header = ",".join(_AZURE_COLUMNS)
-    if lines[:1] != [header.encode()]:
-        raise InvalidInputError(f"{path}:1: header", lines[:1], header)
-    azure = _Format(_AzureRows().row, _AZURE_COLUMNS[0], None)
-    return _read_rows(path, lines[1:], 2, azure, skip_invalid)
+    formats = {
+        ",".join(_AZURE_COLUMNS): _Format(_AzureRows().row, _AZURE_COLUMNS[0], None),
+        ",".join(_BURSTGPT_COLUMNS): _Format(_burstgpt_row, _BURSTGPT_COLUMNS[0], None),
+    }
+    header = lines[0].decode(errors="replace") if lines else ""
+    if header not in formats:
+        raise InvalidInputError(f"{path}:1: header", header, " or ".join(formats))
+    return _read_rows(path, lines[1:], 2, formats[header], skip_invalid)
 
 
 def _read_lines(path: Path) -> list[bytes]:
@@ -203,17 +216,10 @@ class _AzureRows:
         self._zero: datetime | None = None
 
     def row(self, line: str) -> TraceRequest:
-        values = line.split(",")
-        if len(values) != len(_AZURE_COLUMNS):
-            missing_or_last = _AZURE_COLUMNS[min(len(values), len(_AZURE_COLUMNS) - 1)]
-            raise InvalidInputError(missing_or_last, line, f"{len(_AZURE_COLUMNS)} columns")
-        time = _azure_time(values[0])
-        counts: dict[str, object] = {
-            name: int(text) if _AZURE_COUNT.fullmatch(text) else text
-            for name, text in zip(_AZURE_COLUMNS[1:], values[1:], strict=True)
-        }
+        values = _csv_values(line, _AZURE_COLUMNS)
+        time = _azure_time(values["TIMESTAMP"])
         input_length, output_length = (
-            _whole_number(counts, name, 1, MAX_TOKENS) for name in _AZURE_COLUMNS[1:]
+            _csv_count(values, name) for name in ("ContextTokens", "GeneratedTokens")
         )
         if self._zero is None:
             self._zero = time
@@ -229,3 +235,34 @@ def _azure_time(text: str) -> datetime:
         return datetime.fromisoformat(text)
     except ValueError as error:
         raise InvalidInputError("TIMESTAMP", text, f"{accepted} ({error})") from error
+
+
+def _burstgpt_row(line: str) -> TraceRequest:
+    values = _csv_values(line, _BURSTGPT_COLUMNS)
+    time = values["Timestamp"]
+    if not _BURSTGPT_TIME.fullmatch(time):
+        raise InvalidInputError("Timestamp", time, "a number of seconds from 0, such as 45 or 45.5")
+    input_length, output_length = (
+        _csv_count(values, name) for name in ("Request tokens", "Response tokens")
+    )
+    if values["Total tokens"] != str(input_length + output_length):
+        accepted = f"{input_length + output_length}, the sum of the row's tokens"
+        raise InvalidInputError("Total tokens", values["Total tokens"], accepted)
+    for name in ("Model", "Log Type"):
+        if not values[name].strip():
+            raise InvalidInputError(name, values[name], "a name")
+    return TraceRequest(float(time) * 1000, input_length, output_length)
+
+
+def _csv_values(line: str, columns: Sequence[str]) -> dict[str, str]:
+    values = line.split(",")
+    if len(values) != len(columns):
+        missing_or_last = columns[min(len(values), len(columns) - 1)]
+        raise InvalidInputError(missing_or_last, line, f"{len(columns)} columns")
+    return dict(zip(columns, values, strict=True))
+
+
+def _csv_count(values: Mapping[str, str], name: str) -> int:
+    text = values[name]
+    count: object = int(text) if _CSV_COUNT.fullmatch(text) else text
+    return _whole_number({name: count}, name, 1, MAX_TOKENS)

@@ -11,6 +11,8 @@ from rayserve_paged.sim.workload import MAX_TOKENS, TraceRequest, read_workload
 DATA = Path(__file__).parent / "data"
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 AZURE_ROW = "2023-11-16 18:15:46.6805900,374,44"
+BURSTGPT_HEADER = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+BURSTGPT_ROW = "45,ChatGPT,1087,230,1317,Conversation log"
 
 
 def mooncake_row(
@@ -105,6 +107,49 @@ def test_b119_an_azure_row_that_makes_no_sense_is_refused_by_line_and_column(
     tmp_path: Path, row: str, column: str
 ) -> None:
     path = write(tmp_path, "t.csv", AZURE_HEADER, AZURE_ROW, row, AZURE_ROW)
+    with pytest.raises(InvalidInputError) as refused:
+        read_workload(path)
+    assert refused.value.field == f"{path}:3: {column}"
+    workload = read_workload(path, skip_invalid=True)
+    assert (len(workload.requests), workload.num_skipped) == (2, 1)
+
+
+def test_a_burstgpt_trace_counts_seconds_and_has_no_ids(tmp_path: Path) -> None:
+    first, last = "5,ChatGPT,472,18,490,Conversation log", "118.25,GPT-4,417,276,693,API log"
+    path = write(tmp_path, "t.csv", BURSTGPT_HEADER, first, BURSTGPT_ROW, last)
+    workload = read_workload(path)
+    assert workload.trace_block_size is None
+    assert workload.requests == (
+        TraceRequest(5000.0, 472, 18),
+        TraceRequest(45_000.0, 1087, 230),
+        TraceRequest(118_250.0, 417, 276),
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ("46,ChatGPT,0,0,0,Conversation log", "Request tokens"),
+        ("46,ChatGPT,10,0,10,Conversation log", "Response tokens"),
+        ("46,ChatGPT,10,5,16,Conversation log", "Total tokens"),
+        ("46,ChatGPT,10,5,15.0,Conversation log", "Total tokens"),
+        ("46,ChatGPT,1e1,5,15,Conversation log", "Request tokens"),
+        ("46,ChatGPT,10,5 ,15,Conversation log", "Response tokens"),
+        ("46,,10,5,15,Conversation log", "Model"),
+        ("46,ChatGPT,10,5,15, ", "Log Type"),
+        ("44.9,ChatGPT,10,5,15,API log", "Timestamp"),
+        ("-1,ChatGPT,10,5,15,API log", "Timestamp"),
+        ("nan,ChatGPT,10,5,15,API log", "Timestamp"),
+        ("1e3,ChatGPT,10,5,15,API log", "Timestamp"),
+        ("46,ChatGPT,10,5,15", "Log Type"),
+        ("46,ChatGPT,10,5,15,API log,", "Log Type"),
+        ("", "Model"),
+    ],
+)
+def test_b119_a_burstgpt_row_that_makes_no_sense_is_refused_by_line_and_column(
+    tmp_path: Path, row: str, column: str
+) -> None:
+    path = write(tmp_path, "t.csv", BURSTGPT_HEADER, BURSTGPT_ROW, row, BURSTGPT_ROW)
     with pytest.raises(InvalidInputError) as refused:
         read_workload(path)
     assert refused.value.field == f"{path}:3: {column}"
