@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 _Figures = dict[str, float | int | dict[str, float | int | None] | None]
 
 _Trace = Annotated[
-    Path, typer.Option(help="Mooncake's JSON lines, or the CSV of Azure or of BurstGPT.")
+    Path,
+    typer.Option(
+        help="Mooncake's JSON lines, the CSV of Azure or of BurstGPT, "
+        "or the YAML of a synthetic workload."
+    ),
 ]
 _Replicas = Annotated[int, typer.Option(help="Replicas of the model.")]
 _Gpu = Annotated[str, typer.Option(help="Of each rank: A100, H100, H200, B200 or L40S.")]
@@ -41,6 +45,8 @@ _DecodeSteps = Annotated[
 _TimeScale = Annotated[
     float, typer.Option(help="Factor on the times of arrival: 0.5 doubles the load.")
 ]
+_Sample = Annotated[float, typer.Option(help="Share of a trace's requests that are kept.")]
+_Repeat = Annotated[int, typer.Option(help="Times that a trace is served, one after the other.")]
 _Limit = Annotated[int | None, typer.Option(help="Only the first so many requests.")]
 _Seed = Annotated[int, typer.Option(help="Another one gives other tokens.")]
 _SkipInvalid = Annotated[
@@ -65,6 +71,8 @@ def simulate(
     max_num_batched_tokens: _MaxTokens = 8192,
     max_decode_steps: _DecodeSteps = 1024,
     time_scale: _TimeScale = 1.0,
+    sample: _Sample = 1.0,
+    repeat: _Repeat = 1,
     limit: _Limit = None,
     seed: _Seed = 0,
     skip_invalid: _SkipInvalid = False,
@@ -74,9 +82,7 @@ def simulate(
     """Serve a trace on a simulated cluster, and print what its users would have seen."""
     from rayserve_paged.core.config import BatchConfig
     from rayserve_paged.sim.build import describe_cluster
-    from rayserve_paged.sim.requests import requests_of
-    from rayserve_paged.sim.transforms import scale_time, take_first
-    from rayserve_paged.sim.workload import read_workload
+    from rayserve_paged.sim.workload_file import TraceChanges, open_workload
 
     try:
         batch = BatchConfig(
@@ -98,14 +104,13 @@ def simulate(
         num_blocks=num_blocks,
         profile=profile,
     )
-    workload = scale_time(read_workload(trace, skip_invalid=skip_invalid), time_scale)
-    if limit is not None:
-        workload = take_first(workload, limit)
-    figures = _run(spec, requests_of(workload, block_size, seed), log)
+    changes = TraceChanges(time_scale=time_scale, sample=sample, repeat=repeat, limit=limit)
+    workload = open_workload(trace, block_size, seed, changes, skip_invalid=skip_invalid)
+    figures = _run(spec, workload.requests, log)
     if as_json:
         head = {
             "trace": str(trace),
-            "num_requests": len(workload.requests),
+            "num_requests": workload.num_requests,
             "num_skipped": workload.num_skipped,
             "num_replicas": replicas,
             "gpu": gpu,
@@ -120,7 +125,7 @@ def simulate(
     else:
         skipped = f", {workload.num_skipped} rows left out" if workload.num_skipped else ""
         size = f"{replicas} replicas of {model_shape} on {tp} {gpu} each"
-        _print_table(f"{trace.name}: {len(workload.requests):,} requests{skipped}; {size}", figures)
+        _print_table(f"{trace.name}: {workload.num_requests:,} requests{skipped}; {size}", figures)
 
 
 def _run(spec: "ClusterSpec", requests: "Iterator[SimRequest]", log: Path | None) -> _Figures:
