@@ -42,6 +42,9 @@ _MaxTokens = Annotated[int, typer.Option(help="Token budget of a step.")]
 _DecodeSteps = Annotated[
     int, typer.Option(help="Decode steps that are one event; what comes of them is the same.")
 ]
+_Consumers = Annotated[
+    int, typer.Option(help="Processes that submit the requests in turn and read the streams.")
+]
 _TimeScale = Annotated[
     float, typer.Option(help="Factor on the times of arrival: 0.5 doubles the load.")
 ]
@@ -70,6 +73,7 @@ def simulate(
     max_num_seqs: _MaxSeqs = 256,
     max_num_batched_tokens: _MaxTokens = 8192,
     max_decode_steps: _DecodeSteps = 1024,
+    consumers: _Consumers = 1,
     time_scale: _TimeScale = 1.0,
     sample: _Sample = 1.0,
     repeat: _Repeat = 1,
@@ -103,6 +107,7 @@ def simulate(
         batch=batch,
         num_blocks=num_blocks,
         profile=profile,
+        num_consumers=consumers,
     )
     changes = TraceChanges(time_scale=time_scale, sample=sample, repeat=repeat, limit=limit)
     workload = open_workload(trace, block_size, seed, changes, skip_invalid=skip_invalid)

@@ -25,6 +25,7 @@ def describe_cluster(
     batch: BatchConfig,
     num_blocks: int | None = None,
     profile: Path | None = None,
+    num_consumers: int = 1,
 ) -> ClusterSpec:
     """Return what a cluster of these consists of.
 
@@ -37,6 +38,7 @@ def describe_cluster(
         batch: Bounds on a step.
         num_blocks: Of each replica; None for what the GPU's memory holds.
         profile: Measured steps; None for the roofline of the GPU and the shape.
+        num_consumers: Processes that submit requests and read the streams.
 
     Raises:
         InvalidInputError: A name that is not known, a model that does not fit, a bad profile.
@@ -66,6 +68,7 @@ def describe_cluster(
         cost=cost,
         batch=batch,
         tensor_parallel_size=tensor_parallel_size,
+        num_consumers=num_consumers,
     )
 
 

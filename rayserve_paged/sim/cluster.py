@@ -55,7 +55,7 @@ class ClusterSpec:
         timeouts: Leases.
         network: How fast messages travel.
         num_consumers: Processes that submit requests in turn and read the streams, each on a node
-            of its own.
+            of its own. A replica answers each of them on its own, so more take longer to simulate.
         load_interval_s: How often the load of a busy replica is taken down.
 
     Raises:
@@ -70,7 +70,7 @@ class ClusterSpec:
     ranks_per_node: int = 8
     timeouts: TimeoutConfig = _TIMEOUTS
     network: NetworkSpec = _NETWORK
-    num_consumers: int = 4
+    num_consumers: int = 1
     load_interval_s: float = 1.0
 
     def __post_init__(self) -> None:
