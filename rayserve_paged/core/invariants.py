@@ -167,6 +167,8 @@ def _check_prefix_waits(batcher: Batcher) -> None:
     behind = {sequence for sequence in running if sequence.num_sealed < len(sequence.keys)}
     known = behind if waits.max_wait_steps else set()
     _require(computing == known, "not all blocks that are being computed are known")
+    waited_for = {sequence for _target, sequence, _waiter in waits.waits()}
+    _require(waits.num_waited_for == len(waited_for), "nobody waits for one that is waited for")
     for target, sequence, waiter in waits.waits():
         _require(sequence in computing, "a sequence waits for one that computes nothing")
         _require(target > sequence.num_sealed, "a sequence waits for a block that is sealed")

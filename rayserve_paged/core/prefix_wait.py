@@ -29,10 +29,10 @@ class PrefixWaits:
         # Several only where one of them had waited for too long.
         self._computing: dict[BlockKey, list[SequenceState]] = {}
         self._next_key: dict[SequenceState, BlockKey] = {}
-        # For each computing sequence: (sealed blocks to wait for, who waits).
-        self._waiters: dict[SequenceState, list[tuple[int, SequenceState]]] = {}
-        # All that wait here; entries of others above are stale.
-        self._parked: dict[SequenceState, None] = {}
+        # For each computing sequence that is waited for: who waits for how many sealed blocks.
+        self._waiters: dict[SequenceState, dict[SequenceState, int]] = {}
+        # For whom each waits; None where its wait is over.
+        self._parked: dict[SequenceState, SequenceState | None] = {}
         self._due: list[SequenceState] = []
         # No wait is over for its length before this step.
         self._first_deadline: StepId | None = None
@@ -52,20 +52,17 @@ class PrefixWaits:
             return
         self._drop(key, sequence)
         self._note(sequence)
-        waiters = self._waiters.pop(sequence, None)
-        if waiters is None:
-            return
-        still = [entry for entry in waiters if entry[0] > sequence.num_sealed]
-        self._due += [waiter for target, waiter in waiters if target <= sequence.num_sealed]
-        if still:
-            self._waiters[sequence] = still
+        for waiter, target in list(self._waiters.get(sequence, {}).items()):
+            if target <= sequence.num_sealed:
+                self._end_wait(waiter)
 
     def leave(self, sequence: SequenceState) -> None:
         """Note that a sequence does not run any more; who waited for it goes on at once."""
         key = self._next_key.pop(sequence, None)
         if key is not None:
             self._drop(key, sequence)
-            self._due += [waiter for _target, waiter in self._waiters.pop(sequence, ())]
+            for waiter in list(self._waiters.get(sequence, ())):
+                self._end_wait(waiter)
 
     def _note(self, sequence: SequenceState) -> None:
         if sequence.num_sealed < len(sequence.keys):
@@ -114,11 +111,11 @@ class PrefixWaits:
         if not policy.should_wait_for_prefix(snapshot):
             return False
         sequence.waits_since = since
-        self._parked[sequence] = None
-        self._waiters.setdefault(first, []).append((num_common, sequence))
+        self._parked[sequence] = first
+        self._waiters.setdefault(first, {})[sequence] = num_common
         deadline = StepId(since + self.max_wait_steps)
-        if self._first_deadline is None or deadline < self._first_deadline:
-            self._first_deadline = deadline
+        earlier = self._first_deadline
+        self._first_deadline = deadline if earlier is None else min(earlier, deadline)
         return True
 
     def take_due(self, step_id: StepId) -> list[SequenceState]:
@@ -138,24 +135,29 @@ class PrefixWaits:
 
     def remove(self, sequence: SequenceState) -> None:
         """Let a sequence wait no more, which ends."""
+        if self._parked.get(sequence) is not None:
+            self._end_wait(sequence)
         self._parked.pop(sequence, None)
+
+    def _end_wait(self, waiter: SequenceState) -> None:
+        """Let a sequence that waits for another come back from `take_due`."""
+        computing = self._parked[waiter]
+        assert computing is not None, "its wait is over"
+        self._parked[waiter] = None
+        del self._waiters[computing][waiter]
+        if not self._waiters[computing]:
+            del self._waiters[computing]
+        self._due.append(waiter)
 
     def _expire(self, step_id: StepId) -> None:
         deadlines: list[int] = []
-        for computing, waiters in list(self._waiters.items()):
-            still = []
-            for target, waiter in waiters:
-                assert waiter.waits_since is not None
-                deadline = waiter.waits_since + self.max_wait_steps
-                if deadline <= step_id:
-                    self._due.append(waiter)
-                else:
-                    still.append((target, waiter))
-                    deadlines.append(deadline)
-            if still:
-                self._waiters[computing] = still
+        for _target, _computing, waiter in list(self.waits()):
+            assert waiter.waits_since is not None
+            deadline = waiter.waits_since + self.max_wait_steps
+            if deadline <= step_id:
+                self._end_wait(waiter)
             else:
-                del self._waiters[computing]
+                deadlines.append(deadline)
         self._first_deadline = StepId(min(deadlines)) if deadlines else None
 
     # --- what others ask ------------------------------------------------------------------
@@ -168,9 +170,13 @@ class PrefixWaits:
     def waits(self) -> Iterator[tuple[int, SequenceState, SequenceState]]:
         """Return every wait that is not over: (sealed blocks to wait for, of whom, who waits)."""
         for computing, waiters in self._waiters.items():
-            for target, waiter in waiters:
-                if waiter in self._parked:
-                    yield target, computing, waiter
+            for waiter, target in waiters.items():
+                yield target, computing, waiter
+
+    @property
+    def num_waited_for(self) -> int:
+        """Running sequences that others wait for."""
+        return len(self._waiters)
 
     def computing(self) -> Iterator[tuple[BlockKey, SequenceState]]:
         """Return every running sequence that computes known blocks, with the next one's key."""

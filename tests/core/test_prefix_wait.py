@@ -221,6 +221,32 @@ def test_a_wait_ends_after_so_many_steps(max_wait_steps: int) -> None:
         assert (stream.token_ids, stream.finish) == oracle(request, driver.limits)
 
 
+def test_each_wait_has_a_bound_of_its_own() -> None:
+    driver = make_driver(budget=2 * BLOCK_SIZE, max_prefix_wait_steps=6)
+    shared = list(range(30 * BLOCK_SIZE))
+    first, second, third = (
+        make_request([*shared, 490 + i], 1, request_id=f"q{i}") for i in range(3)
+    )
+    driver.submit(first)
+    driver.step()
+    driver.submit(second)
+    for _ in range(4):
+        driver.step()
+    driver.submit(third)
+    started_after = {}
+    for num_steps in range(12):
+        for request in (second, third):
+            if driver.sequence(request).phase is Phase.RUNNING:
+                started_after.setdefault(request.request_id, num_steps)
+        driver.step()
+    # Seven plans after each was submitted, of which the second has had four.
+    assert started_after == {second.request_id: 3, third.request_id: 7}
+    driver.run()
+    for request in (first, second, third):
+        stream = driver.reader().streams[request.request_id]
+        assert (stream.token_ids, stream.finish) == oracle(request, driver.limits)
+
+
 def test_a_prompt_that_would_gain_less_than_a_block_does_not_wait() -> None:
     # One block of 16 whose last token must be computed: nothing of it can be taken.
     driver = make_driver(budget=64)

@@ -25,4 +25,15 @@ class Equivalent(NamedTuple):
         return fnmatch(name, self.name) and fault.before == self.before
 
 
-EQUIVALENTS: tuple[Equivalent, ...] = ()
+EQUIVALENTS: tuple[Equivalent, ...] = (
+    Equivalent(
+        "partial_index.PartialIndex.find:loose-slice",
+        "max(0, place - 1) : place + 1",
+        "it looks at more blocks than the two that can be the best",
+    ),
+    Equivalent(
+        "prefix_wait.PrefixWaits.park:half",
+        "num_common - num_matched",
+        "the block that is being computed is one gained, and the policy asks for one",
+    ),
+)
