@@ -259,3 +259,17 @@ def test_a_relative_xdg_directory_is_ignored_and_our_own_is_made_absolute() -> N
     assert user_cache_dir({"XDG_CACHE_HOME": "here"}) == home / ".cache" / "rayserve-paged"
     assert user_cache_dir({"RAYSERVE_CACHE_DIR": "here"}) == Path.cwd() / "here" / "rayserve-paged"
     assert user_cache_dir({"RAYSERVE_CACHE_DIR": "~/c"}) == home / "c" / "rayserve-paged"
+
+
+def test_weights_of_tenants_come_from_a_file_or_as_json_from_the_environment(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {model: fingerprint}\nbatch: {tenant_weights: {gold: 2, tin: 0.5}}\n")
+    config = load_config(path, environ={})
+    assert config.batch.tenant_weights == {"gold": 2.0, "tin": 0.5}
+    variable = "RAYSERVE_BATCH__TENANT_WEIGHTS"
+    config = load_config(path, environ={variable: '{"gold": 3}'})
+    assert config.batch.tenant_weights == {"gold": 3.0}
+    with pytest.raises(InvalidInputError, match="a JSON object of numbers by name"):
+        load_config(path, environ={variable: "gold=3"})
