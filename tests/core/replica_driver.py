@@ -31,8 +31,10 @@ from rayserve_paged.core.messages import (
     StepFinished,
     StepPlan,
     StepResult,
+    StreamName,
     Tick,
     TokenLogprobs,
+    TokenRun,
 )
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request, SamplingParams, admit
@@ -146,6 +148,18 @@ class Reader:
                 stream.prompt_logprobs = update.prompt_logprobs
 
 
+def check_told_once(answer: AnswerPoll) -> None:
+    """A reader drops what it has; that must not hide an answer that says a thing twice."""
+    told: list[tuple[StreamName, int]] = []
+    for item in answer.delivery.items:
+        if isinstance(item, TokenRun):
+            for name, first in zip(item.names, item.indices.tolist(), strict=True):
+                told += [(name, first + step) for step in range(len(item.token_ids))]
+        else:
+            told.append((item.name, item.index))
+    assert len(set(told)) == len(told), f"an answer tells a token twice: {told}"
+
+
 class ReplicaDriver:
     """Carries out what a replica asks for, and checks its invariants after each event.
 
@@ -223,6 +237,7 @@ class ReplicaDriver:
                 case RunStep(plan):
                     self.plans.append(plan)
                 case AnswerPoll():
+                    check_told_once(command)
                     self.answers.append(command)
                 case ReplicaReport():
                     self.reports.append(command)

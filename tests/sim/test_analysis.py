@@ -16,7 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayserve_paged import cli
+from rayserve_paged.core.accounting import account
+from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.sim.analysis import (
     HitCounts,
     analyze_block_size,
@@ -96,6 +99,29 @@ def test_wasted_slots_and_tables_are_those_of_writing_slot_by_slot(
     assert figures.mean_table_blocks == num_blocks / len(tables)
     assert figures.max_table_blocks == max(len(table) for table in tables)
     assert num_wasted <= (block_size - 1) * figures.num_requests
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("name", ["azure_conv.csv", "azure_code.csv"])
+def test_the_ledger_wastes_what_writing_slot_by_slot_wastes(name: str, block_size: int) -> None:
+    rows = rows_of(DATA / name)
+    tables = tables_of(rows, block_size)
+    kv = KVManager(BlockPool(sum(len(table) for table in tables)), block_size)
+    holders = []
+    for input_length, output_length, _ in rows:
+        table = kv.open([])
+        num_tokens = input_length + output_length - 1
+        # The prompt in one go, then a token at a time.
+        for end in range(input_length, num_tokens + 1):
+            assert kv.grow(table, end) is not None
+        holders.append((table.block_ids, num_tokens))
+
+    figures = account(holders, kv.pool, block_size)
+
+    num_wasted = sum(block_size - tokens for table in tables for tokens in table)
+    assert figures.internal_fragmentation_slots == num_wasted
+    assert figures.unique_live_tokens == sum(sum(table) for table in tables)
+    assert figures.num_held_blocks == kv.pool.num_blocks
 
 
 @pytest.mark.parametrize("num_cache_blocks", [None, 3000, 300, 1])
