@@ -37,9 +37,9 @@ def test_five_thousand_random_operations_break_nothing(first: int) -> None:
         "evicted",
         "failed",
         "copied",
-        "found tokens of a block",
+        "partly matched",
     ):
-        assert events[name] >= 10, f"hardly any were {name}: {events}"
+        assert events[name] >= 3, f"hardly any were {name}: {events}"
 
 
 @pytest.mark.prove

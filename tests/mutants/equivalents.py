@@ -11,7 +11,7 @@ class Equivalent(NamedTuple):
 
     Args:
         name: Pattern of their names, without the number.
-        before: What stands in the place.
+        before: What stands in the place, or the whole line where that says too little.
         reason: Why nothing changes.
     """
 
@@ -22,10 +22,15 @@ class Equivalent(NamedTuple):
     def covers(self, fault: Fault) -> bool:
         """Return whether a fault is one of these."""
         name = fault.name.rpartition(":")[0]
-        return fnmatch(name, self.name) and fault.before == self.before
+        return fnmatch(name, self.name) and self.before in (fault.before, fault.source_line)
 
 
 EQUIVALENTS: tuple[Equivalent, ...] = (
+    Equivalent(
+        "batcher.Batcher.plan_step:other-end",
+        "if not len(scheduled[0]):",
+        "the three arrays are equally long",
+    ),
     Equivalent(
         "partial_index.PartialIndex.find:loose-slice",
         "max(0, place - 1) : place + 1",
@@ -35,5 +40,15 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "prefix_wait.PrefixWaits.park:half",
         "num_common - num_matched",
         "the block that is being computed is one gained, and the policy asks for one",
+    ),
+    Equivalent(
+        "running_batch.RunningBatch._stop:forget-to-free",
+        "self.unannounced.discard(row)",
+        "whoever takes the row next is announced in any case",
+    ),
+    Equivalent(
+        "sequence.SequenceState.key:always",
+        "block_index >= len(self.keys)",
+        "a chain that is long enough is extended by no block",
     ),
 )

@@ -206,7 +206,7 @@ def _other_flag(function: ast.FunctionDef, _source: Source) -> Iterator[Edit]:
 
 def _swap_pair(function: ast.FunctionDef, source: Source) -> Iterator[Edit]:
     for node in nodes(function):
-        if isinstance(node, ast.Return | ast.Assign) and isinstance(node.value, ast.Tuple):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
             pair = node.value.elts
             if len(pair) == 2 and source.of(pair[0]) != source.of(pair[1]):
                 yield Edit(node.value, f"({source.of(pair[1])}, {source.of(pair[0])})")
@@ -243,7 +243,7 @@ def _wrong_sibling(function: ast.FunctionDef, source: Source) -> Iterator[Edit]:
 # Who holds a block, and under which key it can be found.
 _LEDGER = (
     r"^(block_pool|prefix_index|kv_manager|block_table|block_identity|accounting|sequence"
-    r"|pins?|retention|partial_index|prefix_wait|attention_window)\."
+    r"|attachments|partial_index|prefix_wait|pins?|retention|window\w*|attention_window)\."
 )
 # Starts, ends, forks and copies: where a batch changes what is held.
 _MOVES = (
@@ -255,6 +255,7 @@ _HELD = f"{_LEDGER}|{_MOVES}"
 # All but the counts that eviction estimates with, and what only saves time where nothing changes.
 _STATE = r"^(?!eviction|replica|policy)\w+\.(?!.*(__init__|_settle|plan_steady)$)"
 _ANY = r"^(?!eviction)"
+_DRAWS = r"^(step_planner|step_commit|sequence)\."
 
 RULES = (
     Rule("forget-to-free", "blocks are not given back", _ANY, _skip(_FREES.__contains__)),
@@ -290,5 +291,5 @@ RULES = (
     Rule("swapped", "two values in the wrong order", _ANY, _swap_pair),
     Rule("no-salt", "tenants share their blocks", _ANY, _ignore_salt),
     Rule("stale-key", "a key that its parent does not enter", _ANY, _stale_key),
-    Rule("wrong-sibling", "every sibling draws as the first", _ANY, _wrong_sibling),
+    Rule("wrong-sibling", "every sibling draws as the first", _DRAWS, _wrong_sibling),
 )

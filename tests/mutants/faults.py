@@ -88,6 +88,7 @@ class Fault:
         rule: Name of its rule.
         path: Of the module, relative to the package's parent.
         line: Line number.
+        source_line: What stands in that line.
         before: What stands there.
         after: What stands there instead.
         text: The whole module with the fault.
@@ -97,6 +98,7 @@ class Fault:
     rule: str
     path: Path
     line: int
+    source_line: str
     before: str
     after: str
     text: str = dataclasses.field(repr=False)
@@ -119,6 +121,7 @@ def nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
 def faults_of(path: Path, package_parent: Path, rules: Sequence[Rule]) -> list[Fault]:
     """Return every fault that the rules find in a module."""
     source = Source((package_parent / path).read_text())
+    lines = source.text.splitlines()
     found: list[Fault] = []
     for name, function in source.functions():
         qualified = f"{path.stem}.{name}"
@@ -132,6 +135,7 @@ def faults_of(path: Path, package_parent: Path, rules: Sequence[Rule]) -> list[F
                         rule=rule.name,
                         path=path,
                         line=edit.node.lineno,
+                        source_line=lines[edit.node.lineno - 1].strip(),
                         before=" ".join(source.of(edit.node).split()),
                         after=" ".join(edit.text.split()),
                         text=source.replaced(edit),

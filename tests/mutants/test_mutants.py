@@ -45,11 +45,6 @@ EXPECTED = {
     ("other-end", "0", "-1"),
     ("floor-for-ceil", "-(-num_tokens // self.size)", "(num_tokens // self.size)"),
     ("half", "-num_tokens // self.size", "(-num_tokens)"),
-    (
-        "swapped",
-        "blocks[0], -(-num_tokens // self.size)",
-        "(-(-num_tokens // self.size), blocks[0])",
-    ),
     ("swapped", "first, last", "(last, first)"),
 }
 

@@ -40,7 +40,9 @@ _FIRST = (
     "test_known_faults_forks",
     "test_known_faults_in_flight",
     "test_known_faults_ledger",
+    "test_known_faults_identity",
     "test_known_faults_scheduling",
+    "test_partial_reuse",
     "test_replica",
     "test_several_steps",
     "test_pool_machine",
@@ -118,6 +120,8 @@ def run_all(
         workers: How many are tried at a time.
         tests: Names of the test files; None for those that are about the faulty module.
     """
+    # An end by signal shall take the trials along.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
     waiting = iter(faults)
     running: dict[int, _Trial] = {}
     exhausted = False
@@ -190,6 +194,7 @@ class _Trial:
     def _run(self) -> None:
         """Run the tests and end the process; never returns."""
         code = 1
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
             resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 5))
