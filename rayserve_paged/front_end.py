@@ -58,6 +58,8 @@ class FrontEnd:
         scope: RequestScope | None = None,
         tenant: str | None = None,
         deadline_s: float | None = None,
+        window: int | None = None,
+        num_sink_tokens: int = 0,
         streaming: bool = False,
     ) -> Job:
         """Check a request against all that is known here, and draw what it leaves open.
@@ -70,6 +72,8 @@ class FrontEnd:
             scope: What it adds to the identity of its KV; None for nothing.
             tenant: Who is charged under weighted-fair queueing.
             deadline_s: Seconds from submission after which what is not done is given up.
+            window: Positions that a token attends to, its own the last; None for all.
+            num_sink_tokens: First positions that every token attends to besides.
             streaming: Whether its chunks are to be read as they come.
 
         Raises:
@@ -78,6 +82,10 @@ class FrontEnd:
         """
         text, token_ids, attachments = self._tokenize(prompt)
         scope = scope or RequestScope()
+        if scope.window is not None:
+            if window is not None or num_sink_tokens:
+                raise InvalidInputError("window", window, "None where the scope has a window")
+            window, num_sink_tokens = scope.window.size, scope.window.num_sink_tokens
         if request_id is not None and not (isinstance(request_id, str) and request_id):
             raise InvalidInputError("request_id", request_id, "a non-empty string, or None")
         shows_logprobs = params.logprobs is not None
@@ -104,6 +112,8 @@ class FrontEnd:
             attachments=attachments,
             tenant=tenant,
             deadline_s=deadline_s,
+            window=window,
+            num_sink_tokens=num_sink_tokens,
         )
         admitted = admit(request, self._deployment.limits)
         return Job(request_id or private_id, text, admitted, shows_logprobs)

@@ -3,7 +3,7 @@
 import concurrent.futures
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Final, Self, TypeVar, cast
 
 from rayserve_paged.core.block_identity import RequestScope
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rayserve_paged.inprocess import InProcessShell
 
 _BUILT_IN_MODELS: Final = ("fingerprint", "smollm2")
+
+_INT_OR_NONE: Final[tuple[type[int | None], ...]] = (int, NoneType)
 
 _T = TypeVar("_T")
 
@@ -154,9 +156,18 @@ class LLM:
         priority: int = 0,
         *,
         scope: RequestScope | None = None,
+        window: int | None = None,
+        num_sink_tokens: int = 0,
     ) -> None:
         """Raise what `generate` would raise for this prompt before it submits anything."""
-        self._front_end.prepare(prompt, params or SamplingParams(), priority, scope=scope)
+        self._front_end.prepare(
+            prompt,
+            params or SamplingParams(),
+            priority,
+            scope=scope,
+            window=window,
+            num_sink_tokens=num_sink_tokens,
+        )
 
     def generate(
         self,
@@ -165,6 +176,8 @@ class LLM:
         *,
         priorities: int | Sequence[int] = 0,
         scopes: RequestScope | Sequence[RequestScope] | None = None,
+        windows: int | Sequence[int | None] | None = None,
+        num_sink_tokens: int | Sequence[int] = 0,
         request_ids: Sequence[str] | None = None,
         tenants: str | Sequence[str] | None = None,
         deadline_s: float | None = None,
@@ -184,6 +197,11 @@ class LLM:
             priorities: For all, or one for each; lower is served first.
             scopes: For all, or one for each: whose KV it is (tenant) and with which adapter it is
                 computed. Requests share cached prefixes only where these are equal.
+            windows: For all, or one for each: a token attends to itself and the window - 1
+                positions before it, and blocks that fall behind are given back; None for all
+                positions. Requests of different windows share no cached prefixes.
+            num_sink_tokens: For all, or one for each: first positions that every token attends to
+                besides its window.
             request_ids: One for each, unique among this LLM's live requests; drawn by default.
             tenants: For all, or one for each: who is charged under the policy "weighted-fair".
             deadline_s: Seconds from now after which a request is given up; its output then has
@@ -202,7 +220,17 @@ class LLM:
         """
         self._check_open()
         scopes = RequestScope() if scopes is None else scopes
-        jobs = self._jobs(prompts, params, priorities, scopes, request_ids, tenants, deadline_s)
+        jobs = self._jobs(
+            prompts,
+            params,
+            priorities,
+            scopes,
+            windows,
+            num_sink_tokens,
+            request_ids,
+            tenants,
+            deadline_s,
+        )
         outputs = self._thread.call(self._front_end.complete(jobs, on_output))
         failed = [output for output in outputs if output.error is not None]
         if failed and raise_on_error:
@@ -218,6 +246,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         priorities: int | Sequence[int],
         scopes: RequestScope | Sequence[RequestScope],
+        windows: int | Sequence[int | None] | None,
+        num_sink_tokens: int | Sequence[int],
         request_ids: Sequence[str] | None,
         tenants: str | Sequence[str] | None,
         deadline_s: float | None,
@@ -228,6 +258,8 @@ class LLM:
         all_params = _for_each("params", params, SamplingParams, len(batch))
         all_priorities = _for_each("priorities", priorities, int, len(batch))
         all_scopes = _for_each("scopes", scopes, RequestScope, len(batch))
+        all_windows = _for_each("windows", windows, _INT_OR_NONE, len(batch))
+        all_sinks = _for_each("num_sink_tokens", num_sink_tokens, int, len(batch))
         ids: Sequence[str | None] = [None] * len(batch)
         if request_ids is not None:
             ids = _for_each("request_ids", request_ids, str, len(batch))
@@ -235,15 +267,29 @@ class LLM:
         if tenants is not None:
             all_tenants = _for_each("tenants", tenants, str, len(batch))
         jobs = []
-        given = zip(batch, all_params, all_priorities, ids, all_scopes, all_tenants, strict=True)
-        for index, (prompt, own_params, priority, request_id, scope, tenant) in enumerate(given):
+        given = zip(
+            batch,
+            all_params,
+            all_priorities,
+            ids,
+            all_scopes,
+            all_windows,
+            all_sinks,
+            all_tenants,
+            strict=True,
+        )
+        for index, (prompt, own, priority, own_id, scope, window, sinks, tenant) in enumerate(
+            given
+        ):
             try:
                 job = self._front_end.prepare(
                     prompt,
-                    own_params,
+                    own,
                     priority,
-                    request_id,
+                    own_id,
                     scope=scope,
+                    window=window,
+                    num_sink_tokens=sinks,
                     tenant=tenant,
                     deadline_s=deadline_s,
                 )
@@ -261,6 +307,8 @@ class LLM:
         *,
         priority: int = 0,
         scope: RequestScope | None = None,
+        window: int | None = None,
+        num_sink_tokens: int = 0,
         request_id: str | None = None,
         tenant: str | None = None,
         deadline_s: float | None = None,
@@ -276,6 +324,8 @@ class LLM:
             params: As in `generate`; `best_of` may not be more than `n`.
             priority: Lower is served first.
             scope: As in `generate`.
+            window: As `windows` of `generate`.
+            num_sink_tokens: As in `generate`.
             request_id: Unique among this LLM's live requests; None to draw one.
             tenant: Who is charged under the policy "weighted-fair".
             deadline_s: Seconds from the first iteration after which it is given up: the stream
@@ -296,6 +346,8 @@ class LLM:
             scope=scope,
             tenant=tenant,
             deadline_s=deadline_s,
+            window=window,
+            num_sink_tokens=num_sink_tokens,
             streaming=True,
         )
         return self._thread.iterate(self._front_end.stream(job))
@@ -395,10 +447,14 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return cast("Sequence[Prompt]", prompts)
 
 
-def _for_each(field: str, values: object, kind: type[_T], num_prompts: int) -> list[_T]:
+def _for_each(
+    field: str, values: object, kind: type[_T] | tuple[type[_T], ...], num_prompts: int
+) -> list[_T]:
     """Repeat one value for all prompts, or check that there is one for each."""
-    accepted = f"one {kind.__name__}, or a list of {num_prompts}, one for each prompt"
-    if isinstance(values, kind):
+    kinds: tuple[type[_T], ...] = kind if isinstance(kind, tuple) else (kind,)
+    names = " or ".join("None" if one is NoneType else one.__name__ for one in kinds)
+    accepted = f"one {names}, or a list of {num_prompts}, one for each prompt"
+    if isinstance(values, kinds):
         return [values] * num_prompts
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != num_prompts:
         raise InvalidInputError(field, values, accepted)

@@ -10,7 +10,8 @@ import torch
 from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.block_copy import copy_blocks
 from rayserve_kernels.layout import KVPool
-from rayserve_paged.core.messages import IntArray, StepPlan, StepResult, TokenLogprobs
+from rayserve_paged.core.attention_window import AttentionWindow
+from rayserve_paged.core.messages import IntArray, RowStart, StepPlan, StepResult, TokenLogprobs
 from rayserve_paged.core.request import SamplingParams
 from rayserve_paged.model.build import StepModel
 from rayserve_paged.model.prompt_scorer import PromptScorer
@@ -19,6 +20,8 @@ from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import LogitEdits, SamplingRow
 from rayserve_paged.model.step_batch import StepBatch
 from rayserve_paged.model.token_counts import TokenCounts
+
+NO_WINDOW = int(np.iinfo(np.int32).max)
 
 # What a choice for one row can raise. Whatever else is raised is no fault of a row.
 _ROW_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
@@ -49,10 +52,16 @@ class ModelRunner:
         self._sampler = Sampler() if sampler is None else sampler
         self.max_num_seqs = max_num_seqs
         self._block_size = pool.layout.block_size
-        width = min(-(-max_model_len // self._block_size), pool.num_blocks)
-        # By row. Entries of a table beyond its length are left over from earlier sequences.
+        self._layer_windows = tuple(group.window for group in model.spec.layer_groups)
+        num_groups = len(self._layer_windows)
+        width = -(-max_model_len // self._block_size) * num_groups
+        # By row: for each place one block of each layer group. Entries of a table beyond its length
+        # are left over from earlier sequences, and so are those of places that a window has left.
         self._tables = np.zeros((max_num_seqs, width), np.int32)
         self._table_lens = np.zeros(max_num_seqs, np.int32)
+        # By layer group and row; no window is one that no sequence leaves.
+        self._windows = np.full((num_groups, max_num_seqs), NO_WINDOW, np.int32)
+        self._num_sinks = np.zeros((num_groups, max_num_seqs), np.int32)
         self._num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self._params: list[SamplingParams | None] = [None] * max_num_seqs
         self._edits: list[LogitEdits | None] = [None] * max_num_seqs
@@ -173,6 +182,7 @@ class ModelRunner:
             row, num_blocks = start.row, len(start.block_ids)
             self._tables[row, :num_blocks] = start.block_ids
             self._table_lens[row] = num_blocks
+            self._set_windows(start)
             self._params[row] = start.params
             self._edits[row] = LogitEdits.of(start.params, self.model.spec.eos_token_ids)
             self._counts.pop(row, None)
@@ -193,6 +203,28 @@ class ModelRunner:
         self._tables[rows, places] = plan.append_blocks[order]
         self._table_lens[unique] += counts.astype(np.int32)
 
+    def _set_windows(self, start: RowStart) -> None:
+        own = AttentionWindow(start.window, start.num_sink_tokens)
+        for group, layers in enumerate(self._layer_windows):
+            window = layers.tighter(own)
+            self._windows[group, start.row] = NO_WINDOW if window.size is None else window.size
+            self._num_sinks[group, start.row] = window.num_sink_tokens
+
+    def _metadata(self, plan: StepPlan, layer_group: int) -> AttentionMetadata:
+        num_groups = len(self._layer_windows)
+        width = -(-int((plan.num_computed + plan.num_tokens).max()) // self._block_size)
+        windows = self._windows[layer_group, plan.rows]
+        windowed = bool((windows < NO_WINDOW).any())
+        return AttentionMetadata.for_step(
+            self._tables[plan.rows, layer_group : width * num_groups : num_groups],
+            plan.num_computed,
+            plan.num_tokens,
+            self._block_size,
+            self.pool.device,
+            windows=windows if windowed else None,
+            num_sinks=self._num_sinks[layer_group, plan.rows] if windowed else None,
+        )
+
     def _batch(self, plan: StepPlan) -> StepBatch:
         """Flatten the scheduled tokens, row after row."""
         device = self.pool.device
@@ -201,18 +233,10 @@ class ModelRunner:
         positions = np.arange(len(plan.token_ids)) + np.repeat(
             plan.num_computed - starts, plan.num_tokens
         )
-        width = -(-int((plan.num_computed + plan.num_tokens).max()) // self._block_size)
-        metadata = AttentionMetadata.for_step(
-            self._tables[plan.rows, :width],
-            plan.num_computed,
-            plan.num_tokens,
-            self._block_size,
-            device,
-        )
         return StepBatch(
             token_ids=torch.from_numpy(plan.token_ids.astype(np.int64)).to(device),
             positions=torch.from_numpy(positions).to(device),
-            metadata=metadata,
+            metadata=tuple(self._metadata(plan, g) for g in range(len(self._layer_windows))),
             logits_rows=torch.from_numpy(ends[np.unique(plan.sample_indices)] - 1).to(device),
             salts=self._salts(plan),
             scored_rows=None

@@ -1,7 +1,8 @@
 """A step plan as bytes and back: int32 fields in a fixed order, integers only.
 
     header    step id (low, high), and how many of each that follows
-    starts    row, num_computed, num_prompt_tokens, number of blocks: one field after another
+    starts    row, num_computed, num_prompt_tokens, window (0 for none), num_sink_tokens, number of
+              blocks: one field after another
     arrays    blocks of the starts, append_rows, append_blocks, copies, rows, num_computed,
               num_tokens, token_ids, sample_indices, sample_siblings, scored.indices,
               scored.targets
@@ -26,7 +27,7 @@ FOLLOWER_PARAMS = SamplingParams(temperature=0.0)
 
 _INT32 = np.dtype("<i4")
 _HEADER_FIELDS = 11
-_START_FIELDS = 4
+_START_FIELDS = 6
 
 
 def encode_plan(plan: StepPlan) -> bytes:
@@ -48,7 +49,14 @@ def encode_plan(plan: StepPlan) -> bytes:
         0 if plan.scored is None else len(plan.scored.indices),
     ]
     starts = [
-        (start.row, start.num_computed, start.num_prompt_tokens, len(start.block_ids))
+        (
+            start.row,
+            start.num_computed,
+            start.num_prompt_tokens,
+            start.window or 0,
+            start.num_sink_tokens,
+            len(start.block_ids),
+        )
         for start in plan.starts
     ]
     parts: list[npt.ArrayLike] = [
@@ -96,30 +104,40 @@ def decode_plan(payload: bytes) -> StepPlan:
     if len(fields) != _HEADER_FIELDS + sum(sizes):
         raise ValueError(f"a step plan of {sum(sizes)} fields in {len(payload)} bytes")
     arrays = _cut(fields[_HEADER_FIELDS:], sizes)
-    blocks = _cut(arrays[4], arrays[3].tolist())
+    *starts, num_blocks = (array.tolist() for array in arrays[:_START_FIELDS])
+    blocks = _cut(arrays[_START_FIELDS], num_blocks)
+    arrays = arrays[_START_FIELDS + 1 :]
     return StepPlan(
         step_id=StepId(high << 32 | low),
         starts=with_contents(
-            arrays[14],
+            arrays[9],
             (
-                RowStart(Row(row), computed, block_ids, FOLLOWER_PARAMS, num_prompt)
-                for row, computed, num_prompt, block_ids in zip(
-                    *(array.tolist() for array in arrays[:3]), blocks, strict=True
+                RowStart(
+                    Row(row),
+                    computed,
+                    block_ids,
+                    FOLLOWER_PARAMS,
+                    num_prompt,
+                    window=window or None,
+                    num_sink_tokens=num_sinks,
+                )
+                for row, computed, num_prompt, window, num_sinks, block_ids in zip(
+                    *starts, blocks, strict=True
                 )
             ),
         ),
-        append_rows=arrays[5],
-        append_blocks=arrays[6],
-        copies=arrays[7].reshape(num_copies, 3),
-        rows=arrays[8],
-        num_computed=arrays[9],
-        num_tokens=arrays[10],
-        token_ids=arrays[11],
+        append_rows=arrays[0],
+        append_blocks=arrays[1],
+        copies=arrays[2].reshape(num_copies, 3),
+        rows=arrays[3],
+        num_computed=arrays[4],
+        num_tokens=arrays[5],
+        token_ids=arrays[6],
         late=np.zeros(0, np.int32),
-        sample_indices=arrays[12],
-        sample_siblings=arrays[13],
+        sample_indices=arrays[7],
+        sample_siblings=arrays[8],
         num_steps=1,
-        scored=ScoredTokens(arrays[15], arrays[16]) if num_scored else None,
+        scored=ScoredTokens(arrays[10], arrays[11]) if num_scored else None,
     )
 
 

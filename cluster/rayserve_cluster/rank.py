@@ -19,6 +19,7 @@ from rayserve_cluster.step_loop import ReplicaHost
 from rayserve_cluster.tp_group import TpGroup
 from rayserve_kernels.attention import TorchBackend
 from rayserve_kernels.layout import KVLayout
+from rayserve_paged.core.attention_window import num_blocks_held
 from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.errors import InvalidInputError
@@ -79,6 +80,7 @@ def start_rank(
     max_model_len = _max_model_len(config, source.spec.max_model_len)
     model = build_model(source, config.model.dtype, group, TorchBackend(), device)
     layout = model.kv_layout(config.cache.block_size)
+    windows = tuple(group.window for group in source.spec.layer_groups)
     available_bytes = available_memory(device) // num_ranks_here
     on_gpu = device.type == "cuda"
     num_blocks = choose_num_blocks(
@@ -86,7 +88,8 @@ def start_rank(
         block_bytes=layout.block_bytes,
         available_bytes=available_bytes,
         default_bytes=int(available_bytes * DEFAULT_GPU_SHARE) if on_gpu else DEFAULT_CPU_BYTES,
-        max_useful_blocks=config.batch.max_num_seqs * -(-max_model_len // layout.block_size),
+        max_useful_blocks=config.batch.max_num_seqs
+        * num_blocks_held(windows, max_model_len, layout.block_size),
     )
     if store is not None:
         group.connect(store, name, config.timeouts.start_timeout_s)
@@ -106,6 +109,7 @@ def start_rank(
         max_num_seqs=config.batch.max_num_seqs,
         adapters=source.spec.adapters,
         takes_attachments=source.spec.takes_attachments,
+        layer_groups=windows,
     )
     return Rank(group, runner, limits, _scope(config, source.spec, layout))
 
@@ -152,8 +156,9 @@ def _scope(config: DeploymentConfig, spec: ModelSpec, layout: KVLayout) -> Block
         dtype=config.model.dtype,
         kv_dtype=str(layout.dtype).removeprefix("torch."),
         numerics=NUMERICS,
-        # Rotary parameters are part of the model's fingerprint.
-        positions="from 0, full attention",
+        # Rotary parameters are part of the model's fingerprint, and so are its layers' windows;
+        # that of a request is part of its own scope.
+        positions="from 0, kept behind a window",
         block_size=layout.block_size,
     )
 

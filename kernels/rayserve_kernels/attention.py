@@ -11,8 +11,9 @@ import torch
 
 from rayserve_kernels.cache_write import write_kv
 from rayserve_kernels.cpu import attend_sequence, gather_sequence
+from rayserve_kernels.cpu_window import attend_window
 from rayserve_kernels.layout import KVPool
-from rayserve_kernels.reference import dense_attention, read_slots
+from rayserve_kernels.reference import dense_attention, read_slots, seen_positions
 
 
 class SequenceSpan(NamedTuple):
@@ -26,6 +27,10 @@ class SequenceSpan(NamedTuple):
     end_query: int
     num_tokens: int
     """Tokens in the cache after this step's writes."""
+    window: int | None = None
+    """Positions that a query sees, its own the last; None where it sees all up to its own."""
+    num_sinks: int = 0
+    """First positions that every query sees besides its window."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +46,13 @@ class AttentionMetadata:
         block_tables: int32 [num_seqs, width]. Entries beyond a sequence's length are padding
             and may hold anything; nothing looks at them.
         slot_mapping: int64 [num_tokens], slot of each row: block_id * block_size + offset.
+        windows: int32 [num_seqs], at least 1: a query at position q sees positions above
+            q - window; a window of `seq_lens` or more hides nothing. None where no sequence has
+            one.
+        num_sinks: int32 [num_seqs], at least 0: positions below it are seen whatever the window.
+            Given exactly where `windows` is.
+
+    Entries of a table whose every slot is hidden from the step's queries may hold anything.
 
     Raises:
         ValueError: A shape, dtype or device that does not fit.
@@ -50,17 +62,25 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     slot_mapping: torch.Tensor
+    windows: torch.Tensor | None = None
+    num_sinks: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and devices; values are not read, since that may wait for a GPU."""
         num_seqs = self.seq_lens.numel()
+        if (self.windows is None) != (self.num_sinks is None):
+            raise ValueError("windows and num_sinks: expected both or neither")
         for name, dtype, shape in (
             ("seq_lens", torch.int32, (num_seqs,)),
             ("query_start", torch.int32, (num_seqs + 1,)),
             ("block_tables", torch.int32, (num_seqs, None)),
             ("slot_mapping", torch.int64, (None,)),
+            ("windows", torch.int32, (num_seqs,)),
+            ("num_sinks", torch.int32, (num_seqs,)),
         ):
-            tensor: torch.Tensor = getattr(self, name)
+            tensor: torch.Tensor | None = getattr(self, name)
+            if tensor is None:
+                continue
             fits = tensor.dim() == len(shape) and all(
                 want is None or size == want for size, want in zip(tensor.shape, shape, strict=True)
             )
@@ -83,6 +103,8 @@ class AttentionMetadata:
         num_new: npt.ArrayLike,
         block_size: int,
         device: torch.device | str = "cpu",
+        windows: npt.NDArray[np.int32] | None = None,
+        num_sinks: npt.NDArray[np.int32] | None = None,
     ) -> "AttentionMetadata":
         """Derive the metadata of a step from what the scheduler knows.
 
@@ -92,6 +114,8 @@ class AttentionMetadata:
             num_new: Integers [num_seqs], tokens of each sequence to compute now.
             block_size: Slots per block.
             device: Of the tensors.
+            windows: int32 [num_seqs], as the field; copied.
+            num_sinks: int32 [num_seqs], as the field; copied.
 
         Raises:
             ValueError: A table too short for its sequence, or a negative block id in use.
@@ -117,6 +141,8 @@ class AttentionMetadata:
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
             block_tables=torch.tensor(block_tables, dtype=torch.int32, device=device),
             slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+            windows=None if windows is None else torch.tensor(windows, device=device),
+            num_sinks=None if num_sinks is None else torch.tensor(num_sinks, device=device),
         )
 
     @property
@@ -138,7 +164,7 @@ class AttentionMetadata:
                 f"query_start runs from {starts[0]} to {starts[-1]}: expected 0 to "
                 f"num_tokens={self.num_tokens}"
             )
-        spans = tuple(map(SequenceSpan, starts[:-1], starts[1:], lengths))
+        spans = tuple(map(SequenceSpan, starts[:-1], starts[1:], lengths, *self._masks(lengths)))
         for index, span in enumerate(spans):
             num_queries = span.end_query - span.first_query
             if not 0 <= num_queries <= span.num_tokens:
@@ -147,6 +173,21 @@ class AttentionMetadata:
                     f"in the cache: expected 0 to that many queries"
                 )
         return spans
+
+    def _masks(self, lengths: list[int]) -> tuple[Sequence[int | None], Sequence[int]]:
+        """Window and sinks of each sequence; None for a window that hides nothing."""
+        if self.windows is None or self.num_sinks is None:
+            return [None] * len(lengths), [0] * len(lengths)
+        windows: list[int] = self.windows.tolist()
+        sinks: list[int] = self.num_sinks.tolist()
+        for index, (window, num_sinks) in enumerate(zip(windows, sinks, strict=True)):
+            if window < 1 or num_sinks < 0:
+                raise ValueError(
+                    f"sequence {index} has window {window} and {num_sinks} sinks: expected at "
+                    f"least 1 and at least 0"
+                )
+        hiding = [w if w < n else None for w, n in zip(windows, lengths, strict=True)]
+        return hiding, [s if w is not None else 0 for s, w in zip(sinks, hiding, strict=True)]
 
 
 class AttentionBackend(Protocol):
@@ -185,7 +226,8 @@ class AttentionBackend(Protocol):
         """Attend from the new tokens, whose keys and values are written, to their sequences.
 
         Args:
-            pool: Read only. Slots beyond a sequence's length never influence the result.
+            pool: Read only. Slots beyond a sequence's length, and those that windows hide from all
+                its queries, never influence the result.
             layer: Layer of the pool.
             queries: [num_tokens, num_q_heads, head_dim], the pool's dtype, innermost stride 1.
             metadata: Of this step.
@@ -226,14 +268,28 @@ class TorchBackend:
         check_attend(pool, queries, metadata)
         grouped = queries.unflatten(1, (pool.layout.num_kv_heads, -1))
         pieces = [grouped.narrow(0, 0, 0)]
-        for row, (first, end, num_tokens) in enumerate(metadata.spans):
-            if first == end:
+        for row, span in enumerate(metadata.spans):
+            if span.first_query == span.end_query:
                 continue
-            num_blocks = -(-num_tokens // pool.layout.block_size)
-            block_ids = metadata.block_tables.select(0, row).narrow(0, 0, num_blocks)
-            keys, values = gather_sequence(pool, layer, block_ids, num_tokens)
-            own_queries = grouped.narrow(0, first, end - first)
-            pieces += attend_sequence(own_queries, keys, values, scale)
+            own_queries = grouped.narrow(0, span.first_query, span.end_query - span.first_query)
+            table = metadata.block_tables.select(0, row)
+            if span.window is None:
+                num_blocks = -(-span.num_tokens // pool.layout.block_size)
+                keys, values = gather_sequence(
+                    pool, layer, table.narrow(0, 0, num_blocks), span.num_tokens
+                )
+                pieces += attend_sequence(own_queries, keys, values, scale)
+            else:
+                pieces += attend_window(
+                    pool,
+                    layer,
+                    own_queries,
+                    table,
+                    span.num_tokens,
+                    window=span.window,
+                    num_sinks=span.num_sinks,
+                    scale=scale,
+                )
         return torch.cat(pieces).view(queries.shape)
 
 
@@ -271,12 +327,20 @@ class ReferenceBackend:
         dtype = self._compute_dtype or queries.dtype
         output = torch.empty(queries.shape, dtype=dtype, device=queries.device)
         tables: Sequence[Sequence[int]] = metadata.block_tables.tolist()
-        for table, (first, end, num_tokens) in zip(tables, metadata.spans, strict=True):
+        for table, span in zip(tables, metadata.spans, strict=True):
+            first, end, num_tokens, window, num_sinks = span
             if first == end:
                 continue
-            keys, values = read_slots(pool, layer, table, num_tokens)
+            seen = seen_positions(num_tokens - (end - first), num_tokens, window, num_sinks)
+            keys, values = read_slots(pool, layer, table, seen)
             output[first:end] = dense_attention(
-                queries[first:end].to(dtype), keys.to(dtype), values.to(dtype), scale
+                queries[first:end].to(dtype),
+                keys.to(dtype),
+                values.to(dtype),
+                scale,
+                positions=seen,
+                window=window,
+                num_sinks=num_sinks,
             )
         return output
 

@@ -7,37 +7,48 @@ import torch
 from rayserve_kernels.layout import KVPool
 
 
+def seen_positions(
+    first_query: int, num_tokens: int, window: int | None = None, num_sinks: int = 0
+) -> list[int]:
+    """Return the positions that any query at `first_query` to `num_tokens - 1` sees, ascending."""
+    return [
+        position
+        for position in range(num_tokens)
+        if window is None or position < num_sinks or max(position, first_query) - position < window
+    ]
+
+
 def read_slots(
-    pool: KVPool, layer: int, block_ids: Sequence[int], num_tokens: int
+    pool: KVPool, layer: int, block_ids: Sequence[int], positions: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read a sequence's keys and values slot by slot, in any layout.
+    """Read keys and values of a sequence slot by slot, in any layout.
 
     Args:
         pool: Read only.
         layer: Layer of the pool.
-        block_ids: Block table of the sequence; entries beyond its length are not looked at.
-        num_tokens: Length of the sequence, at least 1.
+        block_ids: Block table of the sequence; entries of other positions are not looked at.
+        positions: At least one, of those that the sequence has.
 
     Returns:
-        Keys and values, each [num_kv_heads, num_tokens, head_dim], the pool's dtype.
+        Keys and values, each [num_kv_heads, len(positions), head_dim], the pool's dtype.
 
     Raises:
         ValueError: The table is too short, or an entry that is needed names no block.
     """
     layout = pool.layout
-    num_blocks = -(-num_tokens // layout.block_size)
-    if num_tokens < 1 or num_blocks > len(block_ids):
+    most = len(block_ids) * layout.block_size
+    if not positions or max(positions) >= most:
         raise ValueError(
-            f"num_tokens={num_tokens}: expected 1 to {len(block_ids)} blocks of {layout.block_size}"
+            f"positions={positions}: expected some below {most}, which the block table holds"
         )
-    for block_id in block_ids[:num_blocks]:
-        if not 0 <= block_id < pool.num_blocks:
-            raise ValueError(f"block {block_id}: the pool has blocks 0 to {pool.num_blocks - 1}")
     keys, values = pool.key_view(layer), pool.value_view(layer)
     places = [
         (block_ids[position // layout.block_size], position % layout.block_size)
-        for position in range(num_tokens)
+        for position in positions
     ]
+    for block_id, _offset in places:
+        if not 0 <= block_id < pool.num_blocks:
+            raise ValueError(f"block {block_id}: the pool has blocks 0 to {pool.num_blocks - 1}")
     # flatten joins the two parts of head_dim that the vectorised view keeps apart.
     key_rows = [keys[block_id, :, offset].flatten(1) for block_id, offset in places]
     value_rows = [values[block_id, :, offset] for block_id, offset in places]
@@ -45,29 +56,45 @@ def read_slots(
 
 
 def dense_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    positions: Sequence[int] | None = None,
+    window: int | None = None,
+    num_sinks: int = 0,
 ) -> torch.Tensor:
     """Causal grouped-query attention of the last tokens of one sequence, without paging.
 
-    Query i stands at position `num_tokens - num_queries + i` and sees the keys up to there.
+    The queries stand at the positions of the last keys. A query at position q sees the keys up to
+    its own; with a window, of these only those above q - window and below `num_sinks`.
 
     Args:
         queries: [num_queries, num_q_heads, head_dim].
-        keys: [num_kv_heads, num_tokens, head_dim], the queries' dtype.
+        keys: [num_kv_heads, num_keys, head_dim], the queries' dtype.
         values: As `keys`.
         scale: Factor on the scores before the softmax.
+        positions: Of the keys, ascending; None for 0 to num_keys - 1.
+        window: Positions that a query sees, its own the last; None for all.
+        num_sinks: First positions that every query sees besides.
 
     Returns:
         [num_queries, num_q_heads, head_dim], the queries' dtype.
     """
     num_queries, num_q_heads, _ = queries.shape
-    num_kv_heads, num_tokens, _ = keys.shape
+    num_kv_heads, num_keys, _ = keys.shape
     group_size = num_q_heads // num_kv_heads
     # Query head h reads KV head h // group_size.
     keys = keys.repeat_interleave(group_size, dim=0)
     values = values.repeat_interleave(group_size, dim=0)
     scores = torch.einsum("qhd,hnd->hqn", queries, keys) * scale
-    positions = torch.arange(num_tokens, device=queries.device)
-    is_later = positions > positions[num_tokens - num_queries :, None]
-    weights = scores.masked_fill(is_later, float("-inf")).softmax(dim=-1)
+    if positions is None:
+        positions = range(num_keys)
+    key_at = torch.tensor(positions, device=queries.device)
+    query_at = key_at[num_keys - num_queries :, None]
+    hidden = key_at > query_at
+    if window is not None:
+        hidden |= (query_at - key_at >= window) & (key_at >= num_sinks)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqn,hnd->qhd", weights, values)

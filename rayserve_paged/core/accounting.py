@@ -2,6 +2,10 @@
 
 allocated_slots = unique_live_tokens + internal_fragmentation_slots
 sum of every sequence's live tokens = unique_live_tokens + prefix_sharing_saved_slots
+
+A token of a sequence is live while the block of its slot is held, in each layer group for itself:
+one that has fallen out of a window lives on until its whole block has, and its slot is not waste.
+So a sequence wastes slots in its last block alone, at most block_size - 1 in each layer group.
 """
 
 import dataclasses
@@ -22,7 +26,8 @@ class Accounting:
         num_cached_blocks: CACHED blocks.
         num_held_blocks: HELD blocks.
         num_shared_blocks: HELD blocks with more than one holder.
-        unique_live_tokens: Slots that hold a token of a sequence, each counted once.
+        unique_live_tokens: Slots that hold a token of a sequence, each counted once; a token has
+            one in each layer group.
         allocated_slots: Slots of the held blocks.
         internal_fragmentation_slots: Allocated slots that hold no token.
         prefix_sharing_saved_slots: Slots that sequences would hold more without sharing.
@@ -48,7 +53,8 @@ def account(
     """Count the slots of a pool.
 
     Args:
-        holders: For each sequence its blocks, head first, and how many tokens they hold.
+        holders: For each sequence and layer group its blocks, head first, and how many tokens
+            they hold.
         pool: The pool they belong to.
         block_size: Slots per block.
     """

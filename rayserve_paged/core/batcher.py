@@ -11,16 +11,14 @@ is dropped, and its blocks stay held until that step has finished.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from rayserve_paged.core import policy, preemption
-from rayserve_paged.core.block_table import num_blocks_for
+from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockId, Row
-from rayserve_paged.core.kv_manager import KVManager
+from rayserve_paged.core.kv_manager import KVManager, Prefix
 from rayserve_paged.core.messages import StepPlan, StepResult
-from rayserve_paged.core.partial_index import PartialMatch
 from rayserve_paged.core.prefix_wait import PrefixWaits
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.running_batch import RunningBatch
@@ -30,23 +28,6 @@ from rayserve_paged.core.step_planner import Scheduled, StepPlanner, add_copies
 from rayserve_paged.core.waiting_queue import WaitingQueue
 
 _NO_ROOM = preemption.Room(0, frozenset())
-
-
-class Prefix(NamedTuple):
-    """What a sequence starts on.
-
-    Args:
-        block_ids: Cached blocks that it shares.
-        partial: Slots behind them that it copies.
-    """
-
-    block_ids: list[BlockId]
-    partial: PartialMatch | None
-
-    def num_tokens(self, block_size: int) -> int:
-        """Return how many tokens need not be computed."""
-        num_copied = 0 if self.partial is None else self.partial.num_tokens
-        return len(self.block_ids) * block_size + num_copied
 
 
 class Batcher:
@@ -215,7 +196,7 @@ class Batcher:
                 break
             # Whoever is served last gives way, and the budget is dealt anew without it, so that
             # a victim is never part of the step.
-            if self._batch.is_in_flight(scheduled):
+            if self._batch.is_in_flight(scheduled) or self._may_release():
                 return None
             self.preempt(scheduled)
         copied = self._planner.copy_tails(scheduled[0])
@@ -270,15 +251,18 @@ class Batcher:
             if candidate is None:
                 break
             sequence, prefix = candidate
-            pending = sequence.num_known - prefix.num_tokens(self.kv.block_size)
+            pending = sequence.num_known - self.kv.num_tokens_of(prefix)
             chunk = min(pending, budget)
+            if sequence.table.has_window:
+                chunk = min(chunk, self._num_tokens_to_spare(sequence, prefix, promised))
             row = self._start(sequence, prefix, chunk)
             if prefix.partial is not None:
                 source, num_slots = prefix.partial
-                copies.append((source, sequence.table.block_ids[len(prefix.block_ids)], num_slots))
+                (target,) = sequence.table.at(sequence.num_sealed)
+                copies.append((source, target, num_slots))
             started.append((row, chunk, chunk == pending))
             budget -= chunk
-            promised += sequence.table.num_missing(sequence.num_known)
+            promised += sequence.table.num_growing(sequence.num_known)
         if not started:
             return scheduled, copies
         new_rows, chunks, sampling = zip(*started, strict=True)
@@ -298,8 +282,14 @@ class Batcher:
         rows = batch.rows
         if without:
             rows = rows[~np.isin(rows, np.array([sequence.row for sequence in without], np.int32))]
-        needed = -(-batch.known[rows] // block_size)
-        return int((needed - batch.slots[rows] // block_size).clip(0).sum())
+        num_promised = 0
+        if batch.num_windowed:
+            windowed = batch.windowed[rows]
+            for row in rows[windowed].tolist():
+                num_promised += batch.sequence(row).table.num_growing(int(batch.known[row]))
+            rows = rows[~windowed]
+        places = -(-batch.known[rows] // block_size) - batch.slots[rows] // block_size
+        return num_promised + int(places.clip(0).sum()) * self.kv.num_layer_groups
 
     def _next_to_start(
         self, promised: int, *, others_run: bool
@@ -309,16 +299,17 @@ class Batcher:
         Whoever waits for a prefix steps aside.
         """
         while (sequence := self.queue.first()) is not None:
-            matched = self.kv.match(sequence.keys, sequence.num_matchable)
+            matched = self.kv.match(sequence.keys, sequence.num_matchable, sequence.windows)
+            num_matched = len(matched) // self.kv.num_layer_groups
             step_id = self._planner.next_step
-            if not self.prefix_waits.park(sequence, len(matched), step_id, others_run=others_run):
+            if not self.prefix_waits.park(sequence, num_matched, step_id, others_run=others_run):
                 prefix = self._prefix_that_fits(sequence, matched, promised)
                 return None if prefix is None else (sequence, prefix)
             self.queue.remove(sequence)
         return None
 
     def _prefix_that_fits(
-        self, sequence: SequenceState, matched: list[BlockId], promised: int
+        self, sequence: SequenceState, matched: list[BlockId | None], promised: int
     ) -> Prefix | None:
         """Return what a waiting sequence starts on; None where it cannot."""
         if self.kv.partials is not None:
@@ -331,10 +322,37 @@ class Batcher:
                 return Prefix(matched, partial)
         return Prefix(matched, None) if self._fits(sequence, matched, promised) else None
 
+    def _may_release(self) -> bool:
+        """Return whether the steps in flight may let go of blocks behind a window."""
+        return bool(self._batch.flights and self._batch.num_windowed)
+
+    def _headroom(self, sequence: SequenceState, num_leaving: int = 0) -> int:
+        """Return the blocks to be left for others where a waiting sequence starts.
+
+        Args:
+            sequence: That waits.
+            num_leaving: Rows of those that are to be preempted for it.
+        """
+        # Siblings that are to be born write a block each as well; alone, a group always starts.
+        others = self.num_running + self._batch.num_reserved_rows - num_leaving
+        num_running = others + sequence.num_unborn if others else 0
+        return num_running * self.kv.num_layer_groups
+
+    def _num_tokens_to_spare(self, sequence: SequenceState, prefix: Prefix, promised: int) -> int:
+        """Return how many tokens a waiting sequence may compute at once; at least 1 if it fits."""
+        pool, num_copied = self.kv.pool, 0
+        held = [block_id for block_id in prefix.places if block_id is not None]
+        if prefix.partial is not None:
+            held.append(prefix.partial.block_id)
+            num_copied = prefix.partial.num_tokens
+        num_blocks = pool.num_available - pool.num_cached_of(held) - promised
+        num_blocks -= self._headroom(sequence)
+        return num_blocks // self.kv.num_layer_groups * self.kv.block_size - num_copied
+
     def _fits(
         self,
         sequence: SequenceState,
-        matched: list[BlockId],
+        matched: list[BlockId | None],
         promised: int,
         source: Sequence[BlockId] = (),
         room: preemption.Room = _NO_ROOM,
@@ -352,15 +370,14 @@ class Batcher:
         if batch.num_open_rows + room.rows < sequence.num_unborn + 1:
             return False
         known = sequence.num_known
-        needed = num_blocks_for(known, self.kv.block_size) - len(matched)
-        held = self.kv.pool.num_cached_of([*matched, *source])
-        # Siblings that are to be born write a block each as well; alone, a group always starts.
-        others = self.num_running + batch.num_reserved_rows - room.rows
+        table = BlockTable(self.kv.block_size, matched, sequence.windows)
+        held = self.kv.pool.num_cached_of([*table.block_ids, *source])
+        held += len(room.block_ids.intersection(table.block_ids))
         return policy.can_admit(
-            num_blocks_needed=needed + held + len(room.block_ids.intersection(matched)),
+            num_blocks_needed=table.num_growing(known) + held,
             num_blocks_available=self.kv.pool.num_available + len(room.block_ids),
             num_blocks_promised=promised,
-            num_running=others + sequence.num_unborn if others else 0,
+            num_running=self._headroom(sequence, room.rows),
         )
 
     def _make_way(self) -> bool:
@@ -375,7 +392,7 @@ class Batcher:
         urgent = self.queue.first()
         if urgent is None or not self._is_urgent(urgent):
             return True
-        matched = self.kv.match(urgent.keys, urgent.num_matchable)
+        matched = self.kv.match(urgent.keys, urgent.num_matchable, urgent.windows)
         victims: list[SequenceState] = []
         for victim in preemption.who_gives_way_to(self._batch, urgent):
             victims.append(victim)
@@ -398,12 +415,14 @@ class Batcher:
     def _start(self, sequence: SequenceState, prefix: Prefix, chunk: int) -> Row:
         """Move the first waiting sequence to a row, on its cached prefix and room for a chunk."""
         self.queue.start(sequence)
-        num_computed = prefix.num_tokens(self.kv.block_size)
+        num_computed = self.kv.num_tokens_of(prefix)
         resumes = sequence.num_cached_tokens is not None
-        sequence.table = self.kv.open(prefix.block_ids, prefix.partial, resumes=resumes)
+        sequence.table = self.kv.open(
+            prefix.places, prefix.partial, sequence.windows, resumes=resumes
+        )
         block_ids = self.kv.grow(sequence.table, num_computed + chunk)
         assert block_ids is not None, "admission counted them"
-        sequence.num_sealed = len(prefix.block_ids)
+        sequence.num_sealed = len(prefix.places) // self.kv.num_layer_groups
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = num_computed
             self.num_queried_tokens += sequence.num_prompt

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayserve_paged.core.attachments import Attachment, content_by_block
+from rayserve_paged.core.attention_window import AttentionWindow
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.ids import BlockKey
 
@@ -56,10 +57,13 @@ class RequestScope:
     Args:
         tenant_salt: None is a tenant of its own, different from every string.
         adapter: None for the model as it is.
+        window: What tokens attend to, where the request limits it: the KV of every layer but the
+            first depends on what was attended to before.
     """
 
     tenant_salt: str | None = None
     adapter: Adapter | None = None
+    window: AttentionWindow | None = None
 
 
 _NO_REQUEST_SCOPE = RequestScope()
@@ -92,7 +96,7 @@ class BlockScope:
             of: What the requests add to this scope.
         """
         digest = hashlib.sha256(b"rayserve-paged/block/2")
-        adapter = of.adapter
+        adapter, window = of.adapter, of.window
         fields: list[bytes | None] = [
             self.model_fingerprint,
             self.dtype.encode(),
@@ -103,6 +107,7 @@ class BlockScope:
             _text(of.tenant_salt),
             _text(None if adapter is None else adapter.adapter_id),
             _text(None if adapter is None else adapter.version),
+            None if window is None else f"{window.size}+{window.num_sink_tokens}".encode(),
         ]
         for field in fields:
             # Length first, so that no two lists of fields run together into the same bytes.

@@ -225,12 +225,11 @@ class Controller:
         )
         max_tokens = admitted.params.max_tokens
         assert max_tokens is not None, "admit sets it"
-        num_slots = len(request.prompt_token_ids) + max_tokens - 1
         num_cached = self._directory.match(keys)
         able = {
             replica_id: live
             for replica_id, live in self._replicas.items()
-            if live.limits.num_slots >= num_slots
+            if live.limits.num_blocks >= admitted.num_blocks_needed(live.limits)
         }
         replica_id = choose_replica(
             [

@@ -183,6 +183,15 @@ def _check_running(replica: Replica, sequence: SequenceState) -> None:
     _require(computed <= held, "computed and held are out of order")
     ahead = sum(plan.num_steps for plan in batcher.in_flight)
     _require(held <= sequence.num_known + ahead, "held and known are out of order")
+    for window, group in zip(sequence.windows, sequence.table.groups, strict=True):
+        unread = window.num_unread_blocks(computed, block_size)
+        _require(
+            group.num_trimmed == unread,
+            f"a layer group of {window} trimmed {group.num_trimmed} blocks at {computed} tokens",
+        )
+        _require(
+            group.num_places == sequence.table.num_places, "layer groups differ in their places"
+        )
     waste = sequence.table.num_slots - held
     _require(0 <= waste < block_size, f"a sequence wastes {waste} slots of a tail block")
     _require(sequence.num_sealed == computed // block_size, "a full computed block is not sealed")

@@ -6,12 +6,31 @@ is allocated.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+from rayserve_paged.core.attention_window import (
+    ONE_FULL_GROUP,
+    AttentionWindow,
+    group_key,
+    longest_hit,
+)
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockId, BlockKey
 from rayserve_paged.core.partial_index import BlockContent, PartialIndex, PartialMatch
 from rayserve_paged.core.prefix_index import PrefixIndex
+
+
+class Prefix(NamedTuple):
+    """What a sequence starts on.
+
+    Args:
+        places: Cached blocks that it shares, as `KVManager.match` returns them.
+        partial: Slots behind them that it copies.
+    """
+
+    places: list[BlockId | None]
+    partial: PartialMatch | None
 
 
 class KVManager:
@@ -21,13 +40,25 @@ class KVManager:
         pool: The physical blocks.
         block_size: Slots per block.
         partial_reuse: Whether leading slots of blocks are found as well, for a copy.
+        num_layer_groups: Layer groups of the model; each has blocks of its own in the pool. Where
+            there are several, leading slots are not found.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, partial_reuse: bool = False) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        partial_reuse: bool = False,
+        num_layer_groups: int = 1,
+    ) -> None:
         self.pool = pool
-        self.partials = PartialIndex(pool.num_blocks, block_size) if partial_reuse else None
+        self.partials: PartialIndex | None = None
+        if partial_reuse and num_layer_groups == 1:
+            self.partials = PartialIndex(pool.num_blocks, block_size)
         self.index = PrefixIndex(pool.num_blocks)
         self.block_size = block_size
+        self.num_layer_groups = num_layer_groups
         pool.remember_evicted(self.index.fingerprint_of)
         # HELD blocks that filled after another block of equal content was published.
         self._duplicates: dict[BlockId, BlockKey] = {}
@@ -37,16 +68,43 @@ class KVManager:
         """HELD blocks whose content another block was published for, and its key."""
         return self._duplicates
 
-    def match(self, keys: Sequence[BlockKey], num_tokens: int) -> list[BlockId]:
+    def match(
+        self,
+        keys: Sequence[BlockKey],
+        num_tokens: int,
+        windows: Sequence[AttentionWindow] = ONE_FULL_GROUP,
+    ) -> list[BlockId | None]:
         """Return cached blocks that hold a prefix of a sequence; changes nothing.
 
         Args:
             keys: Key chain of the sequence's full blocks.
             num_tokens: Known tokens. At most `num_tokens - 1` are taken from the cache, since
                 the last one must be computed to have logits.
+            windows: What each layer group attends to.
+
+        Returns:
+            For each place of the prefix one block of each layer group; None where no token after
+            the prefix reads it.
         """
-        limit = max(0, num_tokens - 1) // self.block_size
-        return self.index.match(keys[:limit])
+        limit = min(max(0, num_tokens - 1) // self.block_size, len(keys))
+        if len(windows) == 1 and windows[0].size is None:
+            return [*self.index.match(keys[:limit])]
+        found = [
+            [self.index.block_of(group_key(key, group)) for key in keys[:limit]]
+            for group in range(len(windows))
+        ]
+        present = [[block_id is not None for block_id in blocks] for blocks in found]
+        num_places, before = limit, -1
+        while num_places != before:
+            # The longest that one group has may be too long for another, or have a hole there.
+            before = num_places
+            for group, window in enumerate(windows):
+                num_places = longest_hit(present[group], window, self.block_size, num_places)
+        for blocks, window in zip(found, windows, strict=True):
+            first = window.num_sink_blocks(self.block_size)
+            unread = window.num_unread_blocks(num_places * self.block_size, self.block_size)
+            blocks[first : first + unread] = [None] * unread
+        return [blocks[place] for place in range(num_places) for blocks in found]
 
     def match_partly(self, content: BlockContent) -> PartialMatch | None:
         """Return the block of which most leading slots serve a sequence; changes nothing.
@@ -56,34 +114,44 @@ class KVManager:
         """
         return None if self.partials is None else self.partials.find(content)
 
+    def num_tokens_of(self, prefix: Prefix) -> int:
+        """Return how many tokens of a cached prefix need not be computed."""
+        num_copied = 0 if prefix.partial is None else prefix.partial.num_tokens
+        return len(prefix.places) // self.num_layer_groups * self.block_size + num_copied
+
     def open(
         self,
-        matched: Sequence[BlockId],
+        matched: Sequence[BlockId | None],
         partial: PartialMatch | None = None,
+        windows: Sequence[AttentionWindow] = ONE_FULL_GROUP,
         *,
         resumes: bool = False,
     ) -> BlockTable:
         """Begin a table on matched blocks, which are held from now on.
 
         Args:
-            matched: The blocks.
+            matched: What `match` returned.
             partial: Held as well, on behalf of the caller, which releases it once its slots have
                 been copied to the next block of the table.
+            windows: What each layer group attends to.
             resumes: The sequence was here before, so that it says nothing of how often its blocks
                 are asked for.
         """
-        if not resumes:
-            self.pool.used(matched)
-        self.pool.share(matched)
+        table = BlockTable(self.block_size, matched, windows)
+        for chain in table.chains():
+            if not resumes:
+                self.pool.used(chain)
+            self.pool.share(chain)
         if partial is not None:
             self.pool.share([partial.block_id])
-        return BlockTable(self.block_size, matched)
+        return table
 
     def grow(self, table: BlockTable, num_tokens: int) -> list[BlockId] | None:
         """Give a table room for this many tokens.
 
         Returns:
-            The appended blocks, or None (and nothing changed) where too few are available.
+            The appended blocks, for each place one of each layer group, or None (and nothing
+            changed) where too few are available.
         """
         allocation = self.pool.allocate(table.num_missing(num_tokens))
         if allocation is None:
@@ -97,9 +165,26 @@ class KVManager:
 
         Whoever writes into a shared tail next must `replace` it by a copy first.
         """
-        return self.open(table.block_ids, resumes=True)
+        child = table.copy()
+        self.pool.share(child.block_ids)
+        return child
 
-    def replace(self, table: BlockTable, block_index: int) -> tuple[BlockId, BlockId] | None:
+    def trim(self, table: BlockTable, num_computed: int) -> None:
+        """Let go of the blocks of a table that no token to come reads; sealed ones stay cached.
+
+        Args:
+            table: Of a sequence.
+            num_computed: Tokens whose KV finished steps have written. A step in flight computes
+                none before them, so it does not read those blocks either.
+        """
+        for trimmed in table.trim(num_computed):
+            if self._duplicates:
+                self._trade_duplicates(trimmed)
+            self.pool.release(trimmed)
+
+    def replace(
+        self, table: BlockTable, place: int, layer_group: int = 0
+    ) -> tuple[BlockId, BlockId] | None:
         """Put a new block in the place of a shared one.
 
         Returns:
@@ -110,18 +195,28 @@ class KVManager:
         if allocation is None:
             return None
         self._forget(allocation.evicted)
-        old, new = table.block_ids[block_index], allocation.block_ids[0]
-        table.block_ids[block_index] = new
+        group = table.groups[layer_group]
+        index = group.index(place)
+        old, new = group.block_ids[index], allocation.block_ids[0]
+        group.block_ids[index] = new
         return old, new
 
-    def seal(self, block_id: BlockId, key: BlockKey, content: BlockContent | None = None) -> None:
+    def seal(
+        self,
+        block_id: BlockId,
+        key: BlockKey,
+        content: BlockContent | None = None,
+        layer_group: int = 0,
+    ) -> None:
         """Publish a full block whose KV a finished step has computed.
 
         Args:
             block_id: The block.
             key: Of its content.
             content: Given with partial reuse.
+            layer_group: Whose KV it holds.
         """
+        key = group_key(key, layer_group)
         if not self.index.publish(key, block_id):
             self._duplicates[block_id] = key
             return
@@ -151,9 +246,9 @@ class KVManager:
     def close(self, table: BlockTable) -> None:
         """Let go of all blocks of a table; sealed and frozen ones stay cached."""
         if self._duplicates:
-            self._trade_duplicates(table.block_ids)
-        self.pool.release(table.block_ids)
-        table.block_ids = []
+            for group in table.groups:
+                self._trade_duplicates(group.block_ids)
+        self._release(table)
 
     def discard(self, table: BlockTable) -> None:
         """Let go of all blocks of a table whose content cannot be trusted.
@@ -165,8 +260,12 @@ class KVManager:
         for block_id in private:
             self.pool.unseal(block_id)
             self._duplicates.pop(block_id, None)
-        self.pool.release(table.block_ids)
-        table.block_ids = []
+        self._release(table)
+
+    def _release(self, table: BlockTable) -> None:
+        for chain in reversed(table.chains()):
+            self.pool.release(chain)
+        table.clear()
 
     def _thaw(self, covered: BlockId | None) -> None:
         """Keep a frozen block no longer that holds nothing which another one does not."""

@@ -37,7 +37,9 @@ class RowStart:
     Args:
         row: The row; whatever it held before is gone.
         num_computed: Tokens whose KV is already in `block_ids`.
-        block_ids: int32 [num_blocks], the block table so far.
+        block_ids: int32 [num_places * num_layer_groups], the block table so far: for each place,
+            head first, one block of each layer group. Where a window has left a place behind, any
+            id stands there, and it is never read.
         params: For rank 0, which samples; its seed is set.
         num_prompt_tokens: Tokens before the first output; draws depend on the output position.
         sibling: Which of the request's parallel samples this is; draws depend on it.
@@ -45,6 +47,8 @@ class RowStart:
             parameters need no history.
         adapter: Weights laid over the model's own.
         attachments: Content behind tokens of the prompt, in their order.
+        window: Of the request.
+        num_sink_tokens: Of the request.
     """
 
     row: Row
@@ -56,6 +60,8 @@ class RowStart:
     history: IntArray | None = None
     adapter: Adapter | None = None
     attachments: tuple[Attachment, ...] = ()
+    window: int | None = None
+    num_sink_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +93,8 @@ class StepPlan:
         step_id: Counts the plans of the incarnation.
         starts: Rows that begin or resume in this step.
         append_rows: int32 [num_appends], row that each appended block belongs to.
-        append_blocks: int32 [num_appends], the blocks, in table order for each row.
+        append_blocks: int32 [num_appends], the blocks, in table order for each row: for each
+            place one of each layer group.
         copies: int32 [num_copies, 3], (source block, target block, number of leading slots).
         rows: int32 [num_scheduled], scheduled rows.
         num_computed: int32 [num_scheduled], tokens of each row in the cache before the step.

@@ -177,6 +177,40 @@ def should_wait_for_prefix(wait: PrefixWait) -> bool:
     )
 
 
+def shorten_chunks(
+    num_tokens: npt.NDArray[np.int32],
+    room: npt.NDArray[np.int32],
+    may_shorten: npt.NDArray[np.bool_],
+    num_places: int,
+    block_size: int,
+) -> npt.NDArray[np.int32] | None:
+    """Shorten chunks until the blocks that they need are there; first served first.
+
+    Nobody is left without a token, so that whoever is served first never waits for others.
+
+    Args:
+        num_tokens: int32 [n], tokens that each sequence was granted.
+        room: int32 [n], tokens for which it has blocks.
+        may_shorten: bool [n], whether its chunk may be shortened: it does not keep all blocks.
+        num_places: Further blocks that can be granted, in each layer group.
+        block_size: Slots per block.
+
+    Returns:
+        int32 [n], at least 1; None where not even that fits.
+    """
+    chunks = np.where(may_shorten, np.minimum(num_tokens, 1), num_tokens)
+    places = -(-(chunks - room).clip(0) // block_size)
+    left = num_places - int(places.sum())
+    if left < 0:
+        return None
+    for row in np.flatnonzero(may_shorten & (num_tokens > 1)).tolist():
+        most = int(room[row]) + (int(places[row]) + left) * block_size
+        chunks[row] = min(int(num_tokens[row]), most)
+        left += int(places[row]) - max(0, -(-int(chunks[row] - room[row]) // block_size))
+    shortened: npt.NDArray[np.int32] = chunks
+    return shortened
+
+
 def can_admit(
     *,
     num_blocks_needed: int,

@@ -84,7 +84,8 @@ def _holder(batch: RunningBatch, sequence: SequenceState) -> BlockHolder:
             num_open += 1
     assert sequence.row is not None
     num_computed = int(batch.computed[sequence.row])
-    first_open = (len(sequence.table.block_ids) - num_open) * batch.block_size
+    num_open_places = num_open // batch.kv.num_layer_groups
+    first_open = sequence.table.num_slots - num_open_places * batch.block_size
     return BlockHolder(
         priority=sequence.priority,
         num_open_blocks=num_open,

@@ -69,7 +69,10 @@ class Replica:
         self.limits = limits
         self.scope = scope
         self.kv = KVManager(
-            BlockPool(limits.num_blocks), limits.block_size, partial_reuse=partial_reuse
+            BlockPool(limits.num_blocks),
+            limits.block_size,
+            partial_reuse=partial_reuse,
+            num_layer_groups=len(limits.layer_groups),
         )
         self.batcher = Batcher(
             self.kv,
@@ -157,7 +160,11 @@ class Replica:
         """Return the ledger's figures as of now."""
         batcher = self.batcher
         holders = (*batcher.running, *batcher.retiring)
-        held = [(s.table.block_ids, batcher.num_held_tokens(s)) for s in holders]
+        held = [
+            (group.block_ids, group.num_live(batcher.num_held_tokens(sequence)))
+            for sequence in holders
+            for group in sequence.table.groups
+        ]
         return account(held, self.kv.pool, self.limits.block_size)
 
     # --- events ---------------------------------------------------------------------------
@@ -179,6 +186,7 @@ class Replica:
             self.limits.eos_token_ids,
             self.limits.block_size,
             request.params.num_siblings,
+            self.limits.layer_groups,
         )
         self._num_arrivals += 1
         self._sequences[request.request_id] = {0: sequence}

@@ -6,6 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from rayserve_paged.core.attachments import Attachment, check_attachments
+from rayserve_paged.core.attention_window import (
+    ONE_FULL_GROUP,
+    AttentionWindow,
+    longest_held,
+    num_blocks_held,
+)
 from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
@@ -22,6 +28,7 @@ MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 2**31 - 1
 MAX_DEADLINE_S = 1e9
+MAX_WINDOW = 2**31 - 1
 
 _RANGES = {
     "temperature": (0.0, MAX_TEMPERATURE),
@@ -245,6 +252,8 @@ class ModelLimits:
         adapters: Those that are loaded; None where any may be asked for, as with a model whose
             adapters have no weights.
         takes_attachments: Whether content may stand behind tokens of a prompt.
+        layer_groups: What the layers of each group attend to. The groups have equal numbers of
+            layers, and each block holds the layers of one.
     """
 
     vocab_size: int
@@ -255,6 +264,7 @@ class ModelLimits:
     max_num_seqs: int
     adapters: tuple[Adapter, ...] | None = ()
     takes_attachments: bool = False
+    layer_groups: tuple[AttentionWindow, ...] = ONE_FULL_GROUP
 
     @property
     def num_slots(self) -> int:
@@ -264,7 +274,7 @@ class ModelLimits:
     @property
     def served_len(self) -> int:
         """The limit to advertise: the model's, or the pool's where that is smaller."""
-        return min(self.max_model_len, self.num_slots)
+        return longest_held(self.layer_groups, self.num_blocks, self.block_size, self.max_model_len)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +295,9 @@ class Request:
         deadline_s: Seconds from this submission within which it is of use; what is not done then
             is given up. Counted by the replica that takes it, since no two machines share a clock:
             who submits it again gives the time that is left. None for no limit.
+        window: Each token attends to itself and the window - 1 positions before it, in every
+            layer that has no smaller window of its own; None for all positions.
+        num_sink_tokens: First positions that every token attends to besides its window.
     """
 
     request_id: RequestId
@@ -298,11 +311,38 @@ class Request:
     attachments: tuple[Attachment, ...] = ()
     tenant: str | None = None
     deadline_s: float | None = None
+    window: int | None = None
+    num_sink_tokens: int = 0
 
     @property
     def scope(self) -> RequestScope:
         """What it adds to the identity of its blocks, besides tokens."""
-        return RequestScope(self.tenant_salt, self.adapter)
+        return RequestScope(self.tenant_salt, self.adapter, self.attention)
+
+    @property
+    def attention(self) -> AttentionWindow | None:
+        """What its tokens attend to; None where it does not limit that."""
+        return None if self.window is None else AttentionWindow(self.window, self.num_sink_tokens)
+
+    def windows(self, layer_groups: tuple[AttentionWindow, ...]) -> tuple[AttentionWindow, ...]:
+        """Return what each layer group attends to for this request: the smaller window, with its
+        own sinks, where both the model and the request have one.
+        """
+        own = self.attention
+        if own is None:
+            return layer_groups
+        return tuple(window.tighter(own) for window in layer_groups)
+
+    def num_blocks_needed(self, limits: ModelLimits) -> int:
+        """Return the blocks that one of its samples needs at once, at its full length.
+
+        Args:
+            limits: Of the replica; `params.max_tokens` is set.
+        """
+        assert self.params.max_tokens is not None
+        # The last token sampled needs no slot.
+        num_tokens = len(self.prompt_token_ids) + self.params.max_tokens - 1
+        return num_blocks_held(self.windows(limits.layer_groups), num_tokens, limits.block_size)
 
 
 def admit(request: Request, limits: ModelLimits) -> Request:
@@ -318,7 +358,8 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     Raises:
         InvalidInputError: Empty prompt, an id outside the vocabulary, prompt over the limit, a
             priority or a salt of another type, an adapter that is not loaded, attachments that
-            the model does not take or the prompt does not hold.
+            the model does not take or the prompt does not hold, a window below 1, sinks without
+            a window.
         CapacityError: It can never fit into the pool.
     """
     num_prompt = len(request.prompt_token_ids)
@@ -335,6 +376,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         accepted = f"a number of seconds above 0 and up to {MAX_DEADLINE_S:g}, or None"
         if _number("deadline_s", request.deadline_s, accepted, 0.0, MAX_DEADLINE_S) == 0.0:
             raise InvalidInputError("deadline_s", request.deadline_s, accepted)
+    _check_window(request)
     check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", [i for i, _bias in params.biases], limits.vocab_size)
@@ -360,19 +402,31 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         )
     left = limits.max_model_len - num_prompt
     if params.max_tokens is None:
+        windows = request.windows(limits.layer_groups)
+        longest = longest_held(windows, limits.num_blocks, limits.block_size, limits.max_model_len)
         # The last token sampled needs no slot, hence the one beyond the pool.
-        max_tokens = max(1, min(left, limits.num_slots + 1 - num_prompt))
+        max_tokens = max(1, min(left, longest + 1 - num_prompt))
     else:
         max_tokens = min(params.max_tokens, left)
-    num_blocks_needed = -(-(num_prompt + max_tokens - 1) // limits.block_size)
-    if num_blocks_needed > limits.num_blocks:
-        raise CapacityError(
-            num_prompt, max_tokens, num_blocks_needed, limits.num_blocks, limits.block_size
-        )
     params = dataclasses.replace(
         params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens)
     )
-    return dataclasses.replace(request, params=params)
+    request = dataclasses.replace(request, params=params)
+    needed = request.num_blocks_needed(limits)
+    if needed > limits.num_blocks:
+        raise CapacityError(num_prompt, max_tokens, needed, limits.num_blocks, limits.block_size)
+    return request
+
+
+def _check_window(request: Request) -> None:
+    accepted = f"an integer from 1 to {MAX_WINDOW}, or None"
+    if request.window is not None:
+        _integer("window", request.window, accepted, 1, MAX_WINDOW)
+    accepted = f"an integer from 0 to {MAX_WINDOW}"
+    _integer("num_sink_tokens", request.num_sink_tokens, accepted, 0, MAX_WINDOW)
+    if request.window is None and request.num_sink_tokens:
+        accepted = "0 where there is no window, since every token is attended to"
+        raise InvalidInputError("num_sink_tokens", request.num_sink_tokens, accepted)
 
 
 def _check_adapter(adapter: object, loaded: tuple[Adapter, ...] | None) -> None:

@@ -30,6 +30,9 @@ BoolArray = npt.NDArray[np.bool_]
 Scoring = tuple[SequenceState, int]
 """A sequence, and how many tokens of its prompt a step scores."""
 
+NEVER = int(np.iinfo(np.int32).max)
+"""A length that no sequence reaches."""
+
 _SPARE_COLUMNS = 2
 
 
@@ -106,6 +109,11 @@ class RunningBatch:
         self.max_known = np.zeros(num_rows, np.int32)
         self.num_prompt = np.zeros(num_rows, np.int32)
         self.next_seal = np.zeros(num_rows, np.int32)
+        # Tokens computed at which the row's table is to be trimmed.
+        self.next_trim = np.full(num_rows, NEVER, np.int32)
+        # The row's layers, or some of them, have a window.
+        self.windowed = np.zeros(num_rows, np.bool_)
+        self.num_windowed = 0
         self.last_token = np.zeros(num_rows, np.int32)
         self.last_step = np.full(num_rows, -1, np.int64)
         self.sibling = np.zeros(num_rows, np.int32)
@@ -196,6 +204,12 @@ class RunningBatch:
         self.unannounced.add(row)
         if sequence.scores is not None and not sequence.scores.is_complete:
             self.scoring.add(row)
+        if sequence.table.has_window:
+            self.windowed[row] = True
+            self.num_windowed += 1
+            # Slots that it copied may have brought it past another block.
+            self.kv.trim(sequence.table, num_computed)
+            self.next_trim[row] = min(NEVER, sequence.table.next_trim() or NEVER)
         self._note_stops(sequence.stop_ids)
         bisect.insort(self._order, sequence, key=SequenceState.order_key)
         self._rows_changed = True
@@ -268,6 +282,10 @@ class RunningBatch:
             if self.kv.partials is not None:
                 self._freeze_tail(sequence)
             self.kv.close(sequence.table)
+        if self.windowed[row]:
+            self.windowed[row] = False
+            self.num_windowed -= 1
+            self.next_trim[row] = NEVER
         self._sequences[row] = None
         self._names[row] = None
         self._free_rows.append(row)
@@ -280,7 +298,7 @@ class RunningBatch:
         end = min(int(self.computed[sequence.row]), sequence.num_known)
         content = sequence.content(index, min(end, (index + 1) * block_size - 1))
         if content.token_ids:
-            self.kv.freeze(sequence.table.block_ids[index], content)
+            self.kv.freeze(sequence.table.at(index)[0], content)
 
     # --- forks ----------------------------------------------------------------------------
 
@@ -295,6 +313,14 @@ class RunningBatch:
         if self.forked[row]:
             self.forked[row] = False
             self.num_forked -= 1
+
+    # --- windows --------------------------------------------------------------------------
+
+    def trim(self, row: int) -> None:
+        """Let go of the blocks of a row that no token after its computed ones reads."""
+        table = self.sequence(row).table
+        self.kv.trim(table, int(self.computed[row]))
+        self.next_trim[row] = min(NEVER, table.next_trim() or NEVER)
 
     # --- tokens ---------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ import copy
 import enum
 from array import array
 
+from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.block_identity import extend_chain
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockKey, ConsumerId, Row, StepId
@@ -38,6 +39,7 @@ class SequenceState:
         block_size: Slots per block.
         num_siblings: Parallel samples of the request. This sequence is the first; the others
             are forked from it when the prompt is computed.
+        layer_groups: What the layers of each group of the model attend to at most.
     """
 
     __slots__ = (
@@ -63,6 +65,7 @@ class SequenceState:
         "table",
         "tokens",
         "waits_since",
+        "windows",
         "withdrawn",
     )
 
@@ -75,6 +78,7 @@ class SequenceState:
         eos_token_ids: tuple[int, ...],
         block_size: int,
         num_siblings: int = 1,
+        layer_groups: tuple[AttentionWindow, ...] = ONE_FULL_GROUP,
     ) -> None:
         params = request.params
         assert params.max_tokens is not None, "requests are clamped at the door"
@@ -95,7 +99,8 @@ class SequenceState:
         self.min_known = self.num_prompt + params.min_tokens
         eos = () if params.ignore_eos else eos_token_ids
         self.stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
-        self.table = BlockTable(block_size)
+        self.windows = request.windows(layer_groups)
+        self.table = BlockTable(block_size, (), self.windows)
         self.phase = Phase.WAITING
         self.row: Row | None = None
         self.num_sealed = 0

@@ -81,7 +81,7 @@ class StepCommit:
             batch.computed[plan.rows] += plan.num_tokens if step == 0 else 1
             if step == num_run - 1 and result.errors:
                 self._fail_rows(result.errors)
-            self._seal(plan.rows)
+            self._note_computed(plan.rows)
             self._take_in(token_ids, ended_before=step > 0)
         if batch.retiring:
             batch.free_retired()
@@ -106,6 +106,12 @@ class StepCommit:
             )
             batch.retire(sequence, discard=True)
 
+    def _note_computed(self, rows: IntArray) -> None:
+        """Publish the blocks that have been filled, then let go of those behind a window."""
+        self._seal(rows)
+        if self._batch.num_windowed:
+            self._trim(rows)
+
     def _seal(self, rows: IntArray) -> None:
         """Publish the blocks that the finished step has filled."""
         batch = self._batch
@@ -122,7 +128,8 @@ class StepCommit:
                 key, content = sequence.key(block_index), None
                 if batch.kv.partials is not None:
                     content = sequence.content(block_index, sequence.num_known)
-                batch.kv.seal(sequence.table.block_ids[block_index], key, content)
+                for group, block_id in enumerate(sequence.table.at(block_index)):
+                    batch.kv.seal(block_id, key, content, group)
             sequence.num_sealed = num_full
             batch.next_seal[row] = (num_full + 1) * batch.block_size
             batch.prefix_waits.advance(sequence)
@@ -144,11 +151,19 @@ class StepCommit:
         outputs = batch.known[rows] - batch.num_prompt[rows]
         batch.append_steps(rows, token_ids)
         batch.computed[plan.rows] += plan.num_tokens + (len(token_ids) - 1)
-        self._seal(plan.rows)
+        self._note_computed(plan.rows)
         for consumer_id, chosen, names in batch.readers(rows):
             mine = slice(None) if chosen is None else chosen
             run = TokenRun(names, outputs[mine], token_ids[:, mine])
             self._committed.news.append((consumer_id, run))
+
+    def _trim(self, rows: IntArray) -> None:
+        """Let go of the blocks that have fallen out of a window, which are sealed by now."""
+        batch = self._batch
+        due = batch.computed[rows] >= batch.next_trim[rows]
+        for row in rows[due].tolist():
+            if batch.alive[row]:
+                batch.trim(row)
 
     def _take_in(self, token_ids: IntArray, *, ended_before: bool) -> None:
         """Append one step's samples, and say what is to be told of them."""

@@ -71,11 +71,30 @@ class StepPlanner:
         short = batch.end[rows] + num_tokens - batch.slots[rows]
         num_missing = self._num_copies(rows) if batch.num_forked else 0
         if len(rows) and short.max() > 0:
-            num_missing += int((-(-short[short > 0] // batch.block_size)).sum())
+            num_places = int((-(-short[short > 0] // batch.block_size)).sum())
+            num_missing += num_places * batch.kv.num_layer_groups
         num_short = num_missing - batch.kv.pool.num_available
         if num_short > 0:
-            return preemption.who_gives_way(batch, num_short)
+            fitted = self._shorten(rows, num_tokens, samples) if batch.num_windowed else None
+            return preemption.who_gives_way(batch, num_short) if fitted is None else fitted
         return rows, num_tokens, samples
+
+    def _shorten(
+        self, rows: IntArray, num_tokens: IntArray, samples: BoolArray
+    ) -> Scheduled | None:
+        """Shorten prefills with a window, which give blocks back as they go, until all fit."""
+        batch = self._batch
+        num_blocks = batch.kv.pool.num_available
+        if batch.num_forked:
+            num_blocks -= self._num_copies(rows)
+        fitted = policy.shorten_chunks(
+            num_tokens,
+            batch.slots[rows] - batch.end[rows],
+            batch.windowed[rows],
+            num_blocks // batch.kv.num_layer_groups,
+            batch.block_size,
+        )
+        return None if fitted is None else (rows, fitted, samples & (fitted == num_tokens))
 
     def _deal_budget(self, newcomers: Callable[[], bool]) -> Scheduled:
         batch = self._batch
@@ -223,16 +242,25 @@ class StepPlanner:
                 RowStart(
                     row=Row(row),
                     num_computed=int(batch.end[row]),
-                    block_ids=np.array(sequence.table.block_ids, np.int32),
+                    block_ids=self._placed_ids(sequence),
                     params=sequence.request.params,
                     num_prompt_tokens=sequence.num_prompt,
                     sibling=sequence.sibling,
                     history=self._history(sequence),
                     adapter=sequence.request.adapter,
                     attachments=sequence.request.attachments,
+                    window=sequence.request.window,
+                    num_sink_tokens=sequence.request.num_sink_tokens,
                 )
             )
         return tuple(starts)
+
+    def _placed_ids(self, sequence: SequenceState) -> IntArray:
+        table = sequence.table
+        if not table.has_window:
+            return np.array(table.places(), np.int32)
+        # Block 0 stands where one was trimmed: no mask lets it be read.
+        return np.array([block_id or 0 for block_id in table.places()], np.int32)
 
     def _history(self, sequence: SequenceState) -> IntArray | None:
         if not sequence.request.params.has_penalties:
@@ -316,15 +344,15 @@ class StepPlanner:
         # Backwards, so that it is the first sibling that keeps the block.
         for row in reversed(rows[batch.forked[rows]].tolist()):
             batch.unfork(row)
-            tail = self._partial_tail(row)
-            if tail is None or batch.kv.pool.count(tail) - held.count(tail) == 1:
-                continue
-            index, num_slots = divmod(int(batch.end[row]), batch.block_size)
-            replaced = batch.kv.replace(batch.sequence(row).table, index)
-            assert replaced is not None, "counted before"
-            held.append(replaced[0])
-            copies.append((*replaced, num_slots))
-            batch.unannounced.add(row)
+            place, num_slots = divmod(int(batch.end[row]), batch.block_size)
+            for group, tail in enumerate(self._partial_tails(row)):
+                if batch.kv.pool.count(tail) - held.count(tail) == 1:
+                    continue
+                replaced = batch.kv.replace(batch.sequence(row).table, place, group)
+                assert replaced is not None, "counted before"
+                held.append(replaced[0])
+                copies.append((*replaced, num_slots))
+                batch.unannounced.add(row)
         return np.array(copies, np.int32).reshape(-1, 3), held
 
     def _num_copies(self, rows: IntArray) -> int:
@@ -333,14 +361,14 @@ class StepPlanner:
         writers = Counter(
             block_id
             for row in rows[batch.forked[rows]].tolist()
-            if (block_id := self._partial_tail(row)) is not None
+            for block_id in self._partial_tails(row)
         )
         # The last one to write alone may write in place.
         return sum(
             min(count, batch.kv.pool.count(block_id) - 1) for block_id, count in writers.items()
         )
 
-    def _partial_tail(self, row: int) -> BlockId | None:
-        """Return the partly filled block that a row writes next."""
-        index, num_slots = divmod(int(self._batch.end[row]), self._batch.block_size)
-        return self._batch.sequence(row).table.block_ids[index] if num_slots else None
+    def _partial_tails(self, row: int) -> list[BlockId]:
+        """Return the partly filled blocks that a row writes next, one of each layer group."""
+        place, num_slots = divmod(int(self._batch.end[row]), self._batch.block_size)
+        return self._batch.sequence(row).table.at(place) if num_slots else []

@@ -259,6 +259,7 @@ class _PrefixOrder:
         return policy.longest_prefix_key(_snapshot(sequence, num_cached_blocks=num_matched))
 
     def _match(self, sequence: SequenceState) -> int:
+        # Without its holes where there is a window: a key that is published ends the run, or not.
         return len(self._kv.match(sequence.keys, sequence.num_matchable))
 
     def add(self, sequence: SequenceState) -> None:

@@ -1,10 +1,11 @@
 """The fingerprint model: a toy without weights whose output shows any wrong block.
 
 Each KV slot holds an integer fingerprint of (token, position, adapter, attached content, weights
-version, layer, head, key or value). The logits of a token are a hash of all fingerprints of its
-sequence, as read through the block table, in the order of positions: a slot that is stale, mixed
-up, missing or of another sequence changes them. All arithmetic is modulo 2**64, so equality is
-exact at any batch, chunking and tensor-parallel width.
+version, layer, head, key or value). The logits of a token are a hash of the fingerprints of its
+sequence that its window lets it see, in the order of positions, as read through the block table of
+each layer's group: a slot that is stale, mixed up, missing, hidden by mistake or of another
+sequence changes them. All arithmetic is modulo 2**64, so equality is exact at any batch, chunking
+and tensor-parallel width.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ import torch
 
 from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
 from rayserve_kernels.layout import KVLayout, KVPool
+from rayserve_paged.core.attention_window import FULL_ATTENTION, AttentionWindow
+from rayserve_paged.model.layer_groups import places_of
 from rayserve_paged.model.parallel import Collectives, deal_heads
 from rayserve_paged.model.row_content import RowContent
 from rayserve_paged.model.spec import FingerprintConfig, ModelSpec
@@ -48,13 +51,14 @@ class FingerprintModel:
         self.spec: ModelSpec = config.spec()
         self._config = config
         self._share = shares[collectives.rank]
+        self._places = places_of(self.spec.layer_groups)
         self._collectives = collectives
         self._backend = backend
 
     def kv_layout(self, block_size: int) -> KVLayout:
         """Layout of this rank's pool: int64, one element per slot and head."""
         return KVLayout(
-            num_layers=self._config.num_layers,
+            num_layers=len(self.spec.layer_groups[0].layers),
             num_kv_heads=len(self._share.kv_heads),
             block_size=block_size,
             head_dim=1,
@@ -105,7 +109,8 @@ class FingerprintModel:
                 )
                 for part in (_KEY, _VALUE)
             )
-            self._backend.write(pool, layer, keys, values, batch.metadata)
+            group, index = self._places[layer]
+            self._backend.write(pool, index, keys, values, batch.metadata[group])
 
     def _tensor(self, salts: Sequence[int], pool: KVPool) -> torch.Tensor:
         held = [salts[head] for head in self._share.kv_heads]
@@ -113,39 +118,46 @@ class FingerprintModel:
 
     def _read(self, batch: StepBatch, pool: KVPool) -> torch.Tensor:
         """This rank's share of the hash of each wanted row, int64 [num_logits]."""
-        block_ids, num_read = _spans(batch.metadata, batch.logits_rows, pool.layout.block_size)
-        places = torch.arange(block_ids.shape[1] * pool.layout.block_size, device=pool.device)
-        valid = (places < num_read[:, None])[:, None]
-        order = _mix(places)
-        total = torch.zeros_like(num_read)
-        group = len(self._share.query_heads) // len(self._share.kv_heads)
-        for layer in range(self._config.num_layers):
+        spans = [_span(one, batch.logits_rows, pool.layout.block_size) for one in batch.metadata]
+        total = torch.zeros_like(batch.logits_rows)
+        num_sharing = len(self._share.query_heads) // len(self._share.kv_heads)
+        for layer, (group, index) in enumerate(self._places):
+            block_ids, seen = spans[group]
+            order = _mix(torch.arange(seen.shape[1], device=pool.device))
             sums = [
                 # [num_logits, width, kv_heads, block_size] -> [num_logits, kv_heads, places]
-                (_mix(view[block_ids, :, :, 0].transpose(1, 2).flatten(2) ^ order) * valid).sum(-1)
-                for view in (pool.key_view(layer), pool.value_view(layer))
+                (
+                    _mix(view[block_ids, :, :, 0].transpose(1, 2).flatten(2) ^ order)
+                    * seen[:, None]
+                ).sum(-1)
+                for view in (pool.key_view(index), pool.value_view(index))
             ]
-            hashed = _mix(_mix(sums[0]) + sums[1]).repeat_interleave(group, dim=1)
+            hashed = _mix(_mix(sums[0]) + sums[1]).repeat_interleave(num_sharing, dim=1)
             heads = torch.tensor(self._share.query_heads, device=pool.device)
             total += _mix(hashed + heads + layer * self._config.num_heads).sum(-1)
         return total
 
 
-def _spans(
+def _span(
     metadata: AttentionMetadata, rows: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block table and number of slots that each wanted row may see.
+    """Block table and slots that each wanted row may see.
 
     Returns:
-        int64 [num_logits, width], its padding replaced by block 0, and int64 [num_logits].
+        int64 [num_logits, width], block 0 in place of blocks that are not seen, and bool
+        [num_logits, width * block_size].
     """
     ends = metadata.query_start[1:].to(torch.int64)
     sequences = torch.searchsorted(ends, rows, right=True)
     num_read = metadata.seq_lens[sequences] - (ends[sequences] - 1 - rows)
     width = -(-int(num_read.max()) // block_size) if rows.numel() else 0
+    places = torch.arange(width * block_size, device=rows.device)
+    seen = places < num_read[:, None]
+    if metadata.windows is not None and metadata.num_sinks is not None:
+        first = num_read - metadata.windows[sequences]
+        seen &= (places >= first[:, None]) | (places < metadata.num_sinks[sequences][:, None])
     tables = metadata.block_tables[sequences, :width].to(torch.int64)
-    used = torch.arange(width, device=rows.device) * block_size < num_read[:, None]
-    return tables * used, num_read
+    return tables * seen.unflatten(1, (width, block_size)).any(2), seen
 
 
 def _head_salts(config: FingerprintConfig, layer: int, part: int) -> tuple[int, ...]:
@@ -193,11 +205,19 @@ class FingerprintOracle:
     Args:
         config: Of the model.
         content: Adapter and attachments of the sequence.
+        window: Of the request; the smaller one holds where a layer has one too.
     """
 
-    def __init__(self, config: FingerprintConfig, content: RowContent | None = None) -> None:
+    def __init__(
+        self,
+        config: FingerprintConfig,
+        content: RowContent | None = None,
+        window: AttentionWindow = FULL_ATTENTION,
+    ) -> None:
         self._config = config
         self._content = content
+        layer_windows = config.layer_windows or (FULL_ATTENTION,) * config.num_layers
+        self._windows = [own.tighter(window) for own in layer_windows]
         self._num_tokens = 0
         self._salts = {
             (layer, head, part): salt
@@ -206,6 +226,8 @@ class FingerprintOracle:
             for head, salt in enumerate(_head_salts(config, layer, part))
         }
         self._sums = dict.fromkeys(self._salts, 0)
+        # What each token adds, where a window takes it out again.
+        self._parts: dict[tuple[int, int, int], list[int]] = {place: [] for place in self._salts}
 
     def append(self, token_id: int) -> None:
         """Add the next token of the sequence."""
@@ -214,8 +236,23 @@ class FingerprintOracle:
             token = _mix_int((token + salt) & _MASK)
         order = _mix_int(self._num_tokens)
         for place, salt in self._salts.items():
-            self._sums[place] += _mix_int(_mix_int(token + salt) ^ order)
+            part = _mix_int(_mix_int(token + salt) ^ order)
+            if self._windows[place[0]].size is None:
+                self._sums[place] += part
+            else:
+                self._parts[place].append(part)
         self._num_tokens += 1
+
+    def _sum(self, layer: int, head: int, part: int) -> int:
+        window = self._windows[layer]
+        if window.size is None:
+            return self._sums[layer, head, part]
+        first = max(0, self._num_tokens - window.size)
+        return sum(
+            added
+            for position, added in enumerate(self._parts[layer, head, part])
+            if position >= first or position < window.num_sink_tokens
+        )
 
     def logits(self) -> torch.Tensor:
         """fp32 [vocab_size] after the last token."""
@@ -224,8 +261,8 @@ class FingerprintOracle:
         total = 0
         for layer in range(config.num_layers):
             for head in range(config.num_heads):
-                keys = self._sums[layer, head // group, _KEY]
-                values = self._sums[layer, head // group, _VALUE]
+                keys = self._sum(layer, head // group, _KEY)
+                values = self._sum(layer, head // group, _VALUE)
                 hashed = _mix_int(_mix_int(keys) + values)
                 total += _mix_int(hashed + head + layer * config.num_heads)
         return _logits(torch.tensor([_signed(total & _MASK)]), config.vocab_size)[0]
@@ -236,6 +273,7 @@ def oracle(
     num_tokens: int,
     config: FingerprintConfig | None = None,
     content: RowContent | None = None,
+    window: AttentionWindow = FULL_ATTENTION,
 ) -> list[int]:
     """Greedy output of a fingerprint model, computed without any cache.
 
@@ -244,8 +282,9 @@ def oracle(
         num_tokens: Output tokens; end ids do not end the output.
         config: Of the model; None for the default one.
         content: Adapter and attachments of the request.
+        window: Of the request.
     """
-    state = FingerprintOracle(config or FingerprintConfig(), content)
+    state = FingerprintOracle(config or FingerprintConfig(), content, window)
     for token_id in prompt_ids:
         state.append(token_id)
     output: list[int] = []

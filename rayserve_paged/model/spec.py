@@ -4,7 +4,9 @@ import dataclasses
 import hashlib
 from pathlib import Path
 
+from rayserve_paged.core.attention_window import FULL_ATTENTION, AttentionWindow
 from rayserve_paged.core.block_identity import Adapter
+from rayserve_paged.model.layer_groups import LayerGroup, group_layers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class ModelSpec:
         fingerprint: Digest of weights and configuration, for the scope of block keys.
         adapters: Those that are loaded; None where any may be asked for.
         takes_attachments: Whether content may stand behind tokens of a prompt.
+        layer_windows: What each layer attends to; None where all attend to all.
     """
 
     num_layers: int
@@ -34,6 +37,12 @@ class ModelSpec:
     fingerprint: bytes
     adapters: tuple[Adapter, ...] | None = ()
     takes_attachments: bool = False
+    layer_windows: tuple[AttentionWindow, ...] | None = None
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The layers by what they keep, in groups of equal size."""
+        return group_layers(self.layer_windows or (FULL_ATTENTION,) * self.num_layers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +57,7 @@ class FingerprintConfig:
         max_model_len: Prompt and output tokens.
         eos_token_ids: Ids that end a sequence; none by default.
         weights_version: Part of every fingerprint, as the weights would be.
+        layer_windows: What each layer reads; None where all read all.
     """
 
     num_layers: int = 2
@@ -57,6 +67,7 @@ class FingerprintConfig:
     max_model_len: int = 4096
     eos_token_ids: tuple[int, ...] = ()
     weights_version: int = 0
+    layer_windows: tuple[AttentionWindow, ...] | None = None
 
     def spec(self) -> ModelSpec:
         """The specification of this model."""
@@ -72,6 +83,7 @@ class FingerprintConfig:
             # It has no weights that would have to be loaded, and no encoder that is missing.
             adapters=None,
             takes_attachments=True,
+            layer_windows=self.layer_windows,
         )
 
 

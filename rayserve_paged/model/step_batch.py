@@ -21,7 +21,8 @@ class StepBatch:
     Args:
         token_ids: int64 [num_tokens].
         positions: int64 [num_tokens], place of each token in its sequence, from 0.
-        metadata: Where each sequence's keys and values lie in the pool.
+        metadata: Where each sequence's keys and values lie in the pool, and which of them its
+            tokens see; one for each layer group.
         logits_rows: int64 [num_logits], indices into `token_ids` whose logits are wanted.
         salts: int64 [num_tokens], what `RowContent.salts` makes of each token's adapter and
             content; None where no token has either, as with every model that takes none.
@@ -31,7 +32,7 @@ class StepBatch:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    metadata: AttentionMetadata
+    metadata: tuple[AttentionMetadata, ...]
     logits_rows: torch.Tensor
     salts: torch.Tensor | None = None
     scored_rows: torch.Tensor | None = None

@@ -5,7 +5,7 @@ Hugging Face cache. The pool, the backend and the metadata travel as keyword arg
 model's own forward to the attention function, so ranks may live in threads of one process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
 from rayserve_kernels.layout import KVLayout, KVPool
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.model.layer_groups import places_of
 from rayserve_paged.model.parallel import Collectives, HeadShare, deal, deal_heads
 from rayserve_paged.model.safetensors_files import WeightReader
 from rayserve_paged.model.sharded_layers import ColumnLinear, RowLinear, VocabEmbedding
@@ -55,6 +56,7 @@ class ShardedTransformer:
         self._dtype = dtype
         self._collectives = collectives
         self._backend = backend
+        self._places = places_of(self.spec.layer_groups)
         builder = _ShardBuilder(
             WeightReader(source.directory, dtype, device), self._share, collectives
         )
@@ -64,7 +66,7 @@ class ShardedTransformer:
     def kv_layout(self, block_size: int) -> KVLayout:
         """Layout of this rank's pool, which holds the KV heads that it was dealt."""
         return KVLayout(
-            num_layers=self.spec.num_layers,
+            num_layers=len(self.spec.layer_groups[0].layers),
             num_kv_heads=len(self._share.kv_heads),
             block_size=block_size,
             head_dim=self.spec.head_dim,
@@ -96,6 +98,7 @@ class ShardedTransformer:
             pool=pool,
             backend=self._backend,
             metadata=batch.metadata,
+            places=self._places,
         )
         hidden: torch.Tensor = output.last_hidden_state[0]
         for rows in batch.scored_slices(self.spec.vocab_size):
@@ -121,7 +124,8 @@ def _attend(
     scaling: float,
     pool: KVPool,
     backend: AttentionBackend,
-    metadata: AttentionMetadata,
+    metadata: Sequence[AttentionMetadata],
+    places: Sequence[tuple[int, int]],
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it, after rotary embedding.
@@ -135,16 +139,18 @@ def _attend(
         scaling: Factor on the scores.
         pool: Keys and values of all tokens.
         backend: Writes and attends.
-        metadata: Of the step.
+        metadata: Of the step, one for each layer group.
+        places: For each layer its group and its index in the group's blocks.
 
     Returns:
         [1, num_tokens, num_heads, head_dim], and no weights.
     """
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    group, layer = places[layer_idx]
     # [1, heads, tokens, head_dim] -> [tokens, heads, head_dim]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    backend.write(pool, layer, keys, values, metadata)
-    return backend.attend(pool, layer, queries, metadata, scaling)[None], None
+    backend.write(pool, layer, keys, values, metadata[group])
+    return backend.attend(pool, layer, queries, metadata[group], scaling)[None], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

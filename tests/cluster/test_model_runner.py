@@ -93,12 +93,12 @@ def test_a_batch_flattens_the_rows_of_a_plan() -> None:
     assert batch.token_ids.tolist() == [*range(10, 20), 30, 31, 32]
     assert batch.positions.tolist() == [*range(10), 4, 5, 6]
     assert batch.logits_rows.tolist() == [12]
-    assert batch.metadata.query_start.tolist() == [0, 10, 13]
-    assert batch.metadata.seq_lens.tolist() == [10, 7]
-    assert batch.metadata.block_tables[0].tolist() == [5, 1, 6]
-    assert batch.metadata.block_tables[1, :2].tolist() == [5, 3]
+    assert batch.metadata[0].query_start.tolist() == [0, 10, 13]
+    assert batch.metadata[0].seq_lens.tolist() == [10, 7]
+    assert batch.metadata[0].block_tables[0].tolist() == [5, 1, 6]
+    assert batch.metadata[0].block_tables[1, :2].tolist() == [5, 3]
     expected = [20, 21, 22, 23, 4, 5, 6, 7, 24, 25, 12, 13, 14]
-    assert batch.metadata.slot_mapping.tolist() == expected
+    assert batch.metadata[0].slot_mapping.tolist() == expected
 
 
 def test_appended_blocks_extend_the_tables_in_their_order() -> None:
@@ -106,18 +106,18 @@ def test_appended_blocks_extend_the_tables_in_their_order() -> None:
     runner.run(step(0, [(0, 0, [1], True), (3, 0, [2], True)], [start(0, [9]), start(3, [8])]))
     appends = [(3, 4), (0, 7), (3, 2), (0, 11), (3, 6)]
     runner.run(step(1, [(0, 1, [5] * 11, True), (3, 1, [6] * 15, True)], (), appends))
-    tables = model.batches[1].metadata.block_tables
+    tables = model.batches[1].metadata[0].block_tables
     assert tables[0, :3].tolist() == [9, 7, 11]
     assert tables[1, :4].tolist() == [8, 4, 2, 6]
     runner.run(step(2, [(0, 12, [5], True)], (), [(0, 1)]))
-    assert model.batches[2].metadata.block_tables.tolist() == [[9, 7, 11, 1]]
+    assert model.batches[2].metadata[0].block_tables.tolist() == [[9, 7, 11, 1]]
 
 
 def test_a_row_that_starts_again_forgets_its_former_table() -> None:
     runner, model = recording_runner()
     runner.run(step(0, [(0, 0, [1] * 12, True)], [start(0, [9, 8, 7])]))
     runner.run(step(1, [(0, 0, [1] * 6, True)], [start(0, [3])], [(0, 2)]))
-    assert model.batches[1].metadata.block_tables.tolist() == [[3, 2]]
+    assert model.batches[1].metadata[0].block_tables.tolist() == [[3, 2]]
 
 
 def test_tokens_equal_the_oracles_through_chunks_and_scattered_blocks() -> None:

@@ -27,7 +27,10 @@ class BatcherDriver:
         self, request: Request, limits: ModelLimits, budget: int = 64, pipeline_depth: int = 1
     ) -> None:
         self.limits = limits
-        self.kv = KVManager(BlockPool(limits.num_blocks), limits.block_size)
+        num_groups = len(limits.layer_groups)
+        self.kv = KVManager(
+            BlockPool(limits.num_blocks), limits.block_size, num_layer_groups=num_groups
+        )
         self.pool = self.kv.pool
         self.batcher = Batcher(self.kv, 4, budget, pipeline_depth)
         self.rank = FingerprintRank(limits)
@@ -42,6 +45,7 @@ class BatcherDriver:
             (),
             limits.block_size,
             request.params.n,
+            limits.layer_groups,
         )
         self.batcher.add(self.first)
 

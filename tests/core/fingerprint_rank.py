@@ -1,8 +1,9 @@
 """A toy rank whose output shows any wrong block, and the oracle that uses no blocks at all.
 
-Each KV slot stores a fingerprint of (token, position, adapter, attached content). The next token is
-a hash of the slots as read through the rank's own block table, which StepPlan differences alone
-keep up to date: a slot that is stale, foreign, misplaced or missing changes the stream.
+Each KV slot stores a fingerprint of (token, position, adapter, attached content, layer group). The
+next token is a hash of the slots that its window lets it see, as read through the rank's own block
+table, which StepPlan differences alone keep up to date: a slot that is stale, foreign, misplaced or
+missing changes the stream.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.ids import Row
 from rayserve_paged.core.messages import (
@@ -31,6 +33,7 @@ from rayserve_paged.core.request import (
 )
 
 Slots = npt.NDArray[np.uint64]
+Positions = npt.NDArray[np.int64]
 
 
 def fingerprints(
@@ -38,6 +41,7 @@ def fingerprints(
     positions: npt.ArrayLike,
     adapter: Adapter | None = None,
     attachments: Iterable[Attachment] = (),
+    layer_group: int = 0,
 ) -> Slots:
     """Return what the slots of these tokens hold; never 0, which is an unwritten slot."""
     tokens = np.asarray(token_ids, np.uint64) + np.uint64(1)
@@ -49,7 +53,16 @@ def fingerprints(
         of_attachment = places - np.uint64(attachment.offset)
         inside = (places > attachment.offset) & (places <= attachment.end)
         mixed[inside] ^= (_digest(attachment.digest) * of_attachment)[inside]
-    return mixed | np.uint64(1)
+    return mixed + np.uint64(layer_group << 32) | np.uint64(1)
+
+
+def visible(num_tokens: int, window: AttentionWindow) -> Positions:
+    """Return the positions that the last of these tokens attends to."""
+    positions = np.arange(num_tokens)
+    if window.size is None:
+        return positions
+    is_sink = positions < window.num_sink_tokens
+    return positions[is_sink | (num_tokens - 1 - positions < window.size)]
 
 
 def _digest(content: bytes) -> np.uint64:
@@ -100,6 +113,7 @@ class FingerprintRank:
         self.slots: Slots = np.zeros(limits.num_slots, np.uint64)
         self.starts: dict[int, RowStart] = {}
         self.tables: dict[int, list[int]] = {}
+        self.windows: dict[int, tuple[AttentionWindow, ...]] = {}
         self.history: list[list[ScheduledRow]] = []
         self.sampled: dict[int, int] = {}
         self.interrupt: Callable[[], bool] | None = None
@@ -108,6 +122,7 @@ class FingerprintRank:
         for start in plan.starts:
             self.starts[start.row] = start
             self.tables[start.row] = start.block_ids.tolist()
+            self.windows[start.row] = self._windows(start)
         for row, block_id in zip(plan.append_rows, plan.append_blocks, strict=True):
             self.tables[int(row)].append(int(block_id))
         self._copy(plan.copies)
@@ -148,20 +163,31 @@ class FingerprintRank:
             first, new = source * block_size, target * block_size
             self.slots[new : new + num_slots] = before[first : first + num_slots]
 
+    def _windows(self, start: RowStart) -> tuple[AttentionWindow, ...]:
+        own = AttentionWindow(start.window, start.num_sink_tokens)
+        return tuple(window.tighter(own) for window in self.limits.layer_groups)
+
     def read(self, row: Row | int, num_tokens: int) -> Slots:
-        """Return the first slots of a row, through its table."""
-        return self.slots[self._places(row, np.arange(num_tokens))]
+        """Return the slots that a row's token sees, through its table, in all layer groups."""
+        seen = [
+            self.slots[self._places(row, visible(num_tokens, window), group)]
+            for group, window in enumerate(self.windows[int(row)])
+        ]
+        return np.concatenate(seen)
 
     def _write(self, scheduled: list[ScheduledRow], token_ids: npt.NDArray[np.int32]) -> None:
         written: list[int] = []
         first = 0
         for row, num_computed, num_tokens, _samples in scheduled:
             positions = np.arange(num_computed, num_computed + num_tokens)
-            places = self._places(row, positions)
-            written += places.tolist()
             tokens = token_ids[first : first + num_tokens]
             start = self.starts[row]
-            self.slots[places] = fingerprints(tokens, positions, start.adapter, start.attachments)
+            for group in range(len(self.limits.layer_groups)):
+                places = self._places(row, positions, group)
+                written += places.tolist()
+                self.slots[places] = fingerprints(
+                    tokens, positions, start.adapter, start.attachments, group
+                )
             first += num_tokens
         assert first == len(token_ids), "the plan's tokens do not add up"
         assert len(set(written)) == len(written), "two rows write one slot in one step"
@@ -199,9 +225,10 @@ class FingerprintRank:
             tokens.append(next_token(slots, start.params, output_index, vocab_size, int(sibling)))
         return tokens, errors
 
-    def _places(self, row: Row | int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _places(self, row: Row | int, positions: Positions, layer_group: int) -> Positions:
         block_size = self.limits.block_size
-        table = np.array(self.tables[int(row)], np.int64)
+        num_groups = len(self.limits.layer_groups)
+        table = np.array(self.tables[int(row)], np.int64)[layer_group::num_groups]
         return table[positions // block_size] * block_size + positions % block_size
 
 
@@ -212,12 +239,26 @@ class Expected(NamedTuple):
     finish: FinishReason
 
 
-def prompt_oracle(request: Request) -> tuple[TokenLogprobs, ...]:
+def prompt_oracle(
+    request: Request, layer_groups: tuple[AttentionWindow, ...] = ONE_FULL_GROUP
+) -> tuple[TokenLogprobs, ...]:
     """Score a prompt's tokens but the first, on a plain list of them."""
-    tokens, num_top = request.prompt_token_ids, request.params.prompt_logprobs
+    tokens, num_top = list(request.prompt_token_ids), request.params.prompt_logprobs
     assert num_top is not None
-    slots = fingerprints(tokens, np.arange(len(tokens)), request.adapter, request.attachments)
-    return tuple(score(slots[:end], tokens[end], num_top) for end in range(1, len(tokens)))
+    windows = request.windows(layer_groups)
+    return tuple(
+        score(_seen(request, tokens[:end], windows), tokens[end], num_top)
+        for end in range(1, len(tokens))
+    )
+
+
+def _seen(request: Request, tokens: list[int], windows: tuple[AttentionWindow, ...]) -> Slots:
+    positions = np.arange(len(tokens))
+    seen = []
+    for group, window in enumerate(windows):
+        slots = fingerprints(tokens, positions, request.adapter, request.attachments, group)
+        seen.append(slots[visible(len(tokens), window)])
+    return np.concatenate(seen)
 
 
 def oracle(request: Request, limits: ModelLimits, sibling: int = 0) -> Expected:
@@ -228,10 +269,10 @@ def oracle(request: Request, limits: ModelLimits, sibling: int = 0) -> Expected:
     if not params.ignore_eos:
         stop_ids.update(limits.eos_token_ids)
     tokens = list(request.prompt_token_ids)
+    windows = request.windows(limits.layer_groups)
     outputs: list[int] = []
     while True:
-        positions = np.arange(len(tokens))
-        slots = fingerprints(tokens, positions, request.adapter, request.attachments)
+        slots = _seen(request, tokens, windows)
         token = next_token(slots, params, len(outputs), limits.vocab_size, sibling)
         tokens.append(token)
         outputs.append(token)

@@ -8,6 +8,7 @@ from fingerprint_rank import FingerprintRank
 
 from rayserve_paged.core import invariants
 from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.block_identity import Adapter, BlockScope, extend_chain
 from rayserve_paged.core.config import BatchConfig, QueuePolicy, TimeoutConfig
 from rayserve_paged.core.consumer import Consumer, StreamUpdate
@@ -51,6 +52,7 @@ def make_limits(
     max_model_len: int = 4096,
     eos_token_ids: tuple[int, ...] = (),
     max_num_seqs: int = 64,
+    layer_groups: tuple[AttentionWindow, ...] = ONE_FULL_GROUP,
 ) -> ModelLimits:
     return ModelLimits(
         vocab_size,
@@ -62,6 +64,7 @@ def make_limits(
         # The toy rank makes numbers of whatever it is given.
         adapters=None,
         takes_attachments=True,
+        layer_groups=layer_groups,
     )
 
 
@@ -80,6 +83,8 @@ def make_request(
     tenant_salt: str | None = None,
     adapter: Adapter | None = None,
     attachments: tuple[Attachment, ...] = (),
+    window: int | None = None,
+    num_sink_tokens: int = 0,
     **params: float | tuple[int, ...] | None,
 ) -> Request:
     fields = {"temperature": 0.0, "seed": 0} | params
@@ -93,6 +98,8 @@ def make_request(
         tenant_salt=tenant_salt,
         adapter=adapter,
         attachments=attachments,
+        window=window,
+        num_sink_tokens=num_sink_tokens,
     )
 
 
@@ -326,6 +333,10 @@ class ReplicaDriver:
     def num_free(self) -> int:
         """FREE and CACHED blocks."""
         return self.replica.kv.pool.num_available
+
+    def keys(self, request: Request) -> tuple[BlockKey, ...]:
+        """Keys of the full blocks of a request's prompt."""
+        return prompt_keys(request, self.scope)
 
     def sequence(self, request: Request) -> SequenceState:
         (found,) = [s for s in self.replica.sequences if s.request.request_id == request.request_id]

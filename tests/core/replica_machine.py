@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any, get_args
 
 import pytest
-from fingerprint_rank import Expected, oracle, prompt_oracle
+from fingerprint_rank import Expected, oracle, prompt_oracle, visible
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from replica_driver import (
@@ -22,6 +22,7 @@ from replica_driver import (
 )
 
 from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.attention_window import FULL_ATTENTION, ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.config import QueuePolicy
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
@@ -34,11 +35,17 @@ from rayserve_paged.core.messages import (
     StepFailed,
 )
 from rayserve_paged.core.outbox import LEASES_TO_REMEMBER
-from rayserve_paged.core.request import FinishReason, Request, admit
+from rayserve_paged.core.request import FinishReason, ModelLimits, Request, admit
 
 POLICIES: tuple[QueuePolicy, ...] = get_args(QueuePolicy)
 LEASE_S = TIMEOUTS.consumer_lease_s
 CONSUMERS = ("c0", "c1")
+LAYER_GROUPS = (
+    ONE_FULL_GROUP,
+    (AttentionWindow(3),),
+    (FULL_ATTENTION, AttentionWindow(4, 1)),
+    (AttentionWindow(2), FULL_ATTENTION, AttentionWindow(6)),
+)
 # Prompts are cut from these, so that they share prefixes of every length.
 STORIES = (
     [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8],
@@ -56,6 +63,26 @@ IDENTITIES: dict[str, dict[str, Any]] = {
     "image": {"attachments": (Attachment(bytes(16), 0, 1),)},
     "another image": {"attachments": (Attachment(bytes(15) + b"1", 0, 1),)},
 }
+
+
+def most_blocks_at_once(request: Request, limits: ModelLimits) -> int:
+    """Count, length by length, the blocks that computing one more token of a sample takes."""
+    assert request.params.max_tokens is not None
+    num_tokens = len(request.prompt_token_ids) + request.params.max_tokens - 1
+    size = limits.block_size
+    windows = request.windows(limits.layer_groups)
+
+    def count(position: int) -> int:
+        # The block before the token is kept whatever the window.
+        kept = {(g, max(0, position - 1) // size) for g in range(len(windows))}
+        for group, window in enumerate(windows):
+            kept |= {(group, seen // size) for seen in visible(position + 1, window).tolist()}
+            if window.size is not None:
+                sinks = min(window.num_sink_tokens, position + 1)
+                kept |= {(group, sink // size) for sink in range(sinks)}
+        return len(kept)
+
+    return max(count(position) for position in range(num_tokens))
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,6 +141,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         interruptions=st.sampled_from([0.0, 0.3]),
         policy=st.sampled_from(POLICIES),
         oldest_every=st.sampled_from([None, 1, 2, 5]),
+        layer_groups=st.sampled_from(LAYER_GROUPS),
     )
     def start(
         self,
@@ -128,6 +156,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         interruptions: float,
         policy: QueuePolicy,
         oldest_every: int | None,
+        layer_groups: tuple[AttentionWindow, ...] = ONE_FULL_GROUP,
     ) -> None:
         self.limits = make_limits(
             num_blocks,
@@ -135,6 +164,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             vocab_size=31,
             eos_token_ids=(0,),
             max_num_seqs=max_num_seqs,
+            layer_groups=layer_groups,
         )
         self.new_driver = functools.partial(
             ReplicaDriver,
@@ -172,6 +202,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
         poison=st.sampled_from([*[None] * 5, (0, None), (2, None), (0, 1), (1, 0), (2, 1)]),
         deadline_s=st.sampled_from([None, None, None, 0.1, 3.0, 100.0]),
+        attention=st.sampled_from([*[(None, 0)] * 3, (1, 0), (2, 1), (3, 0), (4, 5), (7, 2)]),
     )
     def submit(
         self,
@@ -185,6 +216,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         prompt_logprobs: int | None,
         poison: tuple[int, int | None] | None,
         deadline_s: float | None,
+        attention: tuple[int | None, int] = (None, 0),
     ) -> None:
         for temperature, priority in enumerate(priorities):
             request = make_request(
@@ -197,6 +229,8 @@ class ReplicaMachine(RuleBasedStateMachine):
                 seed=self.num_submitted,
                 n=num_samples,
                 prompt_logprobs=prompt_logprobs,
+                window=attention[0],
+                num_sink_tokens=attention[1],
             )
             request = dataclasses.replace(
                 request, deadline_s=deadline_s, tenant=consumer, **IDENTITIES[identity]
@@ -216,8 +250,7 @@ class ReplicaMachine(RuleBasedStateMachine):
             with pytest.raises(InvalidInputError, match="sequences that run at once"):
                 admit(request, limits)
             return False
-        num_tokens = len(request.prompt_token_ids) + params.max_tokens - 1
-        num_blocks = -(-num_tokens // limits.block_size)
+        num_blocks = most_blocks_at_once(request, limits)
         if num_blocks > limits.num_blocks:
             with pytest.raises(CapacityError) as refused:
                 admit(request, limits)
@@ -405,7 +438,7 @@ class ReplicaMachine(RuleBasedStateMachine):
                 assert stream.token_ids == expected.token_ids[:num_tokens]
             first = tracked.samples[0][1]
             scored = tracked.request.params.prompt_logprobs is not None and first.token_ids
-            scores = prompt_oracle(tracked.request) if scored else ()
+            scores = prompt_oracle(tracked.request, self.limits.layer_groups) if scored else ()
             assert first.prompt_logprobs == scores
 
     @invariant()
@@ -420,7 +453,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         figures = self.driver.replica.accounting()
         waste = figures.internal_fragmentation_slots
         assert figures.allocated_slots == figures.unique_live_tokens + waste
-        num_holders = self.limits.max_num_seqs
+        num_holders = self.limits.max_num_seqs * len(self.limits.layer_groups)
         assert 0 <= waste <= num_holders * (self.limits.block_size - 1)
         assert figures.prefix_sharing_saved_slots >= 0
 

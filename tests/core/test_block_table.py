@@ -1,5 +1,6 @@
 import pytest
 
+from rayserve_paged.core.attention_window import FULL_ATTENTION, AttentionWindow
 from rayserve_paged.core.block_table import BlockTable, num_blocks_for, num_tokens_in_last_block
 from rayserve_paged.core.ids import BlockId
 
@@ -44,3 +45,57 @@ def test_tokens_fill_blocks_and_the_last_one_in_part() -> None:
             last = num_tokens_in_last_block(num_tokens, block_size)
             assert 1 <= last <= block_size
             assert (num_blocks - 1) * block_size + last == num_tokens
+
+
+def held(*block_ids: int) -> list[BlockId]:
+    return [BlockId(block_id) for block_id in block_ids]
+
+
+def test_trimming_takes_out_the_middle_and_keeps_every_position() -> None:
+    table = BlockTable(2, held(5, 1, 6, 0, 3, 4), [AttentionWindow(4, 2)])
+    assert table.next_trim() == 7
+    assert table.trim(6) == [[]]
+    assert table.trim(10) == [[1, 6]]
+    assert table.block_ids == [5, 0, 3, 4]
+    assert (table.num_places, table.num_slots) == (6, 12)
+    assert [table.slot(position) for position in (0, 1, 6, 7, 11)] == [10, 11, 0, 1, 9]
+    assert table.places() == [5, None, None, 0, 3, 4]
+    assert table.next_trim() == 11
+    with pytest.raises(IndexError, match="block 2 of the sequence was trimmed"):
+        table.slot(4)
+
+
+def test_a_table_with_a_hole_grows_and_is_copied_with_it() -> None:
+    table = BlockTable(2, [BlockId(5), None, BlockId(3)], [AttentionWindow(2, 1)])
+    assert table.num_missing(8) == 1
+    table.append(held(7))
+    child = table.copy()
+    child.append(held(8))
+    assert child.places() == [5, None, 3, 7, 8]
+    assert table.places() == [5, None, 3, 7]
+    assert child.trim(8) == [[3]]
+    assert child.places() == [5, None, None, 7, 8]
+
+
+def test_layer_groups_have_the_same_places_and_trim_for_themselves() -> None:
+    windows = [FULL_ATTENTION, AttentionWindow(2)]
+    table = BlockTable(2, (), windows)
+    assert table.num_missing(5) == 6
+    table.append(held(0, 1, 2, 3, 4, 5))
+    assert table.at(1) == [2, 3]
+    assert table.trim(5) == [[], [1, 3]]
+    assert table.block_ids == [0, 2, 4, 5]
+    assert table.places() == [0, None, 2, None, 4, 5]
+    assert (table.slot(2, 0), table.slot(4, 0), table.slot(4, 1)) == (4, 8, 10)
+    assert [group.num_live(5) for group in table.groups] == [5, 1]
+    assert BlockTable(2, table.places(), windows).places() == table.places()
+
+
+def test_a_windowed_table_grows_by_no_more_than_its_window_needs() -> None:
+    table = BlockTable(4, held(0, 1), [AttentionWindow(16)])
+    assert [table.num_growing(n) for n in (8, 9, 12, 20, 1000)] == [0, 1, 1, 3, 3]
+    full = BlockTable(4, held(0, 1))
+    assert [full.num_growing(n) for n in (8, 9, 12, 20, 1000)] == [0, 1, 1, 3, 248]
+    assert not full.has_window
+    assert full.next_trim() is None
+    assert full.trim(1000) == [[]]

@@ -9,7 +9,7 @@ from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.ids import Attempt, RequestId
+from rayserve_paged.core.ids import Attempt, BlockId, RequestId
 from rayserve_paged.core.messages import FenceReplica
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sequence import Phase, SequenceState
@@ -25,6 +25,33 @@ def samples_of(driver: ReplicaDriver, request: Request) -> list[Stream]:
 def sequences_of(driver: ReplicaDriver, request: Request) -> list[SequenceState]:
     found = [s for s in driver.replica.sequences if s.request.request_id == request.request_id]
     return sorted(found, key=lambda sequence: sequence.sibling)
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+@pytest.mark.parametrize("budget", [64, 1])
+def test_b10_a_forked_table_behind_a_window_frees_each_block_once(
+    budget: int, pipeline_depth: int
+) -> None:
+    limits = make_limits(num_blocks=16, block_size=4)
+    driver = ReplicaDriver(limits, max_num_batched_tokens=budget, pipeline_depth=pipeline_depth)
+    request = make_request(range(8), 12, temperature=1.0, seed=5, n=2, window=8)
+    driver.submit(request)
+    running: list[tuple[int, ...]] = []
+    while driver.step():
+        running.append(tuple(s.sibling for s in driver.replica.sequences))
+        for sequence in driver.replica.sequences:
+            listed = sequence.table.block_ids
+            assert len(set(listed)) == len(listed) <= 4
+    driver.poll()
+    # With a budget of one token they take turns, and the first one ends before the second.
+    assert ((1,) in running) == (budget == 1)
+    for sibling, stream in enumerate(samples_of(driver, request)):
+        assert stream.token_ids == oracle(request, limits, sibling).token_ids
+        assert len(stream.token_ids) == 12
+    pool = driver.replica.kv.pool
+    assert pool.num_free + pool.num_cached == 16
+    assert {pool.count(BlockId(block)) for block in range(16)} == {0}
+    assert sorted((*pool.free_ids, *pool.cached_ids)) == list(range(16))
 
 
 def test_b13_a_fork_copies_the_partly_filled_block_once_and_shares_the_full_ones() -> None:

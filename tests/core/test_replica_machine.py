@@ -4,7 +4,15 @@ import random
 
 import pytest
 from hypothesis import settings
-from replica_machine import CONSUMERS, IDENTITIES, LEASE_S, POLICIES, STORIES, ReplicaMachine
+from replica_machine import (
+    CONSUMERS,
+    IDENTITIES,
+    LAYER_GROUPS,
+    LEASE_S,
+    POLICIES,
+    STORIES,
+    ReplicaMachine,
+)
 
 
 def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
@@ -23,6 +31,7 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
         interruptions=draw.choice([0.0, 0.3]),
         policy=draw.choice(POLICIES),
         oldest_every=draw.choice([None, 1, 3]),
+        layer_groups=draw.choice(LAYER_GROUPS),
     )
 
     def submit() -> None:
@@ -37,6 +46,7 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
             draw.choice([None, None, 0, 2]),
             draw.choice([*[None] * 10, (0, None), (2, None), (0, 2), (1, 0), (3, 1)]),
             draw.choice([None, None, None, 0.5, 5.0]),
+            draw.choice([(None, 0), (None, 0), (1, 0), (2, 3), (3, 0), (4, 5), (7, 2), (99, 0)]),
         )
 
     def submit_again() -> None:

@@ -158,8 +158,10 @@ class Gang:
         return StepBatch(
             token_ids=torch.tensor(token_ids),
             positions=torch.tensor(positions),
-            metadata=AttentionMetadata.for_step(
-                tables, [s.num_computed for s, _ in work], counts, self.block_size
+            metadata=(
+                AttentionMetadata.for_step(
+                    tables, [s.num_computed for s, _ in work], counts, self.block_size
+                ),
             ),
             logits_rows=torch.tensor(np.cumsum(counts) - 1),
             salts=salts,
