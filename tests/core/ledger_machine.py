@@ -5,27 +5,35 @@ slot must hold the history that its token ends; a key must name a block whose sl
 histories that were hashed into it.
 """
 
-import argparse
 import dataclasses
-import hashlib
 import random
 from collections import Counter, deque
+from collections.abc import Callable
+from typing import get_args
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from ledger_oracle import LedgerOracle, Sample, seen_positions
 from replica_driver import R0, TIMEOUTS, make_limits, make_request, make_scope
-from slot_memory import Histories, Sample, SlotMemory
+from slot_memory import SlotMemory
 
 from rayserve_paged.core import invariants
+from rayserve_paged.core.attention_window import (
+    FULL_ATTENTION,
+    ONE_FULL_GROUP,
+    AttentionWindow,
+    group_key,
+)
 from rayserve_paged.core.block_identity import Adapter, RequestScope
-from rayserve_paged.core.config import BatchConfig
+from rayserve_paged.core.config import BatchConfig, QueuePolicy
 from rayserve_paged.core.ids import BlockId, BlockKey, Incarnation, RequestId
 from rayserve_paged.core.messages import StepPlan, TokenRun
 from rayserve_paged.core.replica import Replica
-from rayserve_paged.core.request import FinishReason
-from rayserve_paged.core.sequence import SequenceState
+from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.sequence import Phase, SequenceState
 from rayserve_paged.core.step_commit import Committed, Progress
 
+POLICIES: tuple[QueuePolicy, ...] = get_args(QueuePolicy)
 VOCAB_SIZE = 23
 END_ID = 0
 # Prompts are cut from these, so that they share prefixes of every length.
@@ -41,21 +49,37 @@ SCOPES = (
     RequestScope("other"),
     RequestScope(None, Adapter("a", "1")),
     RequestScope(None, Adapter("a", "2")),
+    RequestScope(None, None, AttentionWindow(3, 1)),
+    RequestScope("other", None, AttentionWindow(5)),
 )
-REPLAY = (
-    "replay it: python tests/core/ledger_machine.py --seed {seed} --operations {num_operations}"
+LAYER_GROUPS = (
+    ONE_FULL_GROUP,
+    ONE_FULL_GROUP,
+    (AttentionWindow(4),),
+    (FULL_ATTENTION, AttentionWindow(3, 2)),
+)
+ENDINGS: tuple[tuple[float, bool | str], ...] = (
+    (1.0, False),
+    (0.0, True),
+    (2.0, "never"),
+    (-1.0, False),
 )
 
 
 @dataclasses.dataclass(eq=False)
 class Tracked:
-    """A request: its samples, and those of its sequences that live."""
+    """A request: its samples, and those of its sequences that live.
+
+    Args:
+        samples: What each sample must be; of a search none.
+        outputs: Of a search what it must find, best first.
+    """
 
     samples: list[Sample]
-    root: int
     sequences: dict[int, SequenceState]
     num_prompt: int
-    started: bool = False
+    scope: RequestScope
+    outputs: list[tuple[int, ...]] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,7 +88,19 @@ class InFlight:
 
     plan: StepPlan
     samples: dict[int, Sample]
-    roots: dict[int, int]
+
+
+class LedgerReplica(Replica):
+    """A replica that only holds a batcher, whose requests a machine keeps.
+
+    Its own events are another machine's.
+    """
+
+    live: Callable[[], tuple[SequenceState, ...]]
+
+    @property
+    def sequences(self) -> tuple[SequenceState, ...]:
+        return self.live()
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -86,6 +122,8 @@ class LedgerMachine(RuleBasedStateMachine):
         max_decode_steps=st.sampled_from([1, 4]),
         max_prefix_wait_steps=st.sampled_from([64, 2, 0]),
         partial_reuse=st.booleans(),
+        layer_groups=st.sampled_from(LAYER_GROUPS),
+        policy=st.sampled_from(POLICIES),
     )
     def start(
         self,
@@ -97,9 +135,16 @@ class LedgerMachine(RuleBasedStateMachine):
         max_decode_steps: int,
         max_prefix_wait_steps: int,
         partial_reuse: bool,
+        layer_groups: tuple[AttentionWindow, ...],
+        policy: QueuePolicy,
     ) -> None:
         self.limits = make_limits(
-            num_blocks, block_size, VOCAB_SIZE, eos_token_ids=(END_ID,), max_num_seqs=max_num_seqs
+            num_blocks,
+            block_size,
+            VOCAB_SIZE,
+            eos_token_ids=(END_ID,),
+            max_num_seqs=max_num_seqs,
+            layer_groups=layer_groups,
         )
         self.scope = make_scope(block_size)
         batch = BatchConfig(
@@ -108,10 +153,10 @@ class LedgerMachine(RuleBasedStateMachine):
             pipeline_depth=pipeline_depth,
             max_decode_steps=max_decode_steps,
             max_prefix_wait_steps=max_prefix_wait_steps,
+            policy=policy,
         )
         self.max_decode_steps = max_decode_steps
-        # It only holds the batcher: its own events are another machine's.
-        self.replica = Replica(
+        self.replica = LedgerReplica(
             R0,
             Incarnation(0),
             self.limits,
@@ -120,17 +165,19 @@ class LedgerMachine(RuleBasedStateMachine):
             TIMEOUTS,
             partial_reuse=partial_reuse,
         )
+        self.replica.live = self.live
         self.batcher, self.kv = self.replica.batcher, self.replica.kv
-        self.histories = Histories(VOCAB_SIZE)
-        self.memory = SlotMemory(self.kv.pool, block_size, self.histories)
+        self.oracle = LedgerOracle(self.limits, self.scope, SCOPES)
+        self.memory = SlotMemory(self.kv.pool, block_size, self.oracle.histories, len(layer_groups))
         draw = random.Random(0)
         self.memory.interrupt = lambda: draw.random() < 0.2
-        # What each key stands for, and which can be matched, as the changes tell.
-        self.content: dict[BlockKey, list[int]] = {}
-        for scope in SCOPES:
-            self.content[self.scope.root(scope)] = [self.histories.root(scope)]
+        # Keys that can be matched, as the changes tell.
         self.matchable: set[BlockKey] = set()
         self.queried = self.hits = self.resumed = 0
+
+    def live(self) -> tuple[SequenceState, ...]:
+        """Return the sequences that have not ended."""
+        return tuple(s for tracked in self.tracked.values() for s in tracked.sequences.values())
 
     # --- operations -----------------------------------------------------------------------
 
@@ -157,8 +204,9 @@ class LedgerMachine(RuleBasedStateMachine):
     ) -> None:
         limits = self.limits
         num_samples = min(num_samples, limits.max_num_seqs)
-        num_prompt = min(num_prompt, limits.num_slots)
-        max_tokens = min(max_tokens, limits.num_slots - num_prompt + 1)
+        most = limits.num_blocks // len(limits.layer_groups) * limits.block_size
+        num_prompt = min(num_prompt, most)
+        max_tokens = min(max_tokens, most - num_prompt + 1)
         request = make_request(
             story[:num_prompt],
             max_tokens,
@@ -166,22 +214,18 @@ class LedgerMachine(RuleBasedStateMachine):
             priority=priority,
             tenant_salt=scope.tenant_salt,
             adapter=scope.adapter,
+            window=None if scope.window is None else scope.window.size,
+            num_sink_tokens=0 if scope.window is None else scope.window.num_sink_tokens,
             temperature=0.0 if greedy else 1.0,
             seed=self.num_submitted,
             n=num_samples,
         )
-        root = self.histories.root(scope)
+        seed = None if greedy else self.num_submitted
         samples = [
-            self.foresee(
-                list(story[:num_prompt]),
-                max_tokens,
-                None if greedy else self.num_submitted,
-                root,
-                sibling,
-            )
+            self.oracle.sample(story[:num_prompt], max_tokens, scope, seed, sibling)
             for sibling in range(num_samples)
         ]
-        chains = [self.note_keys(sample, scope) for sample in samples]
+        chains = [self.oracle.keys(sample, scope) for sample in samples]
         if failure is not None and failure[1] < num_samples:
             output_index, sibling = failure
             if output_index < len(samples[sibling].tokens) - num_prompt:
@@ -190,48 +234,33 @@ class LedgerMachine(RuleBasedStateMachine):
                     # Samples that are not forked yet fail together.
                     for sample in samples:
                         sample.failing_draw = 0
+        self.add(request, chains[0], scope, samples)
+        self.operations["submit"] += 1
+
+    def add(
+        self,
+        request: Request,
+        keys: list[BlockKey],
+        scope: RequestScope,
+        samples: list[Sample],
+        outputs: list[tuple[int, ...]] | None = None,
+    ) -> None:
+        """Hand a request to the batcher."""
+        limits, num_prompt = self.limits, len(request.prompt_token_ids)
         sequence = SequenceState(
             request,
-            tuple(chains[0][: num_prompt // limits.block_size]),
+            tuple(keys[: num_prompt // limits.block_size]),
             self.scope.root(scope),
             self.num_submitted,
             limits.eos_token_ids,
             limits.block_size,
-            num_samples,
+            request.params.num_siblings,
+            limits.layer_groups,
         )
         self.num_submitted += 1
-        self.tracked[request.request_id] = Tracked(samples, root, {0: sequence}, num_prompt)
+        tracked = Tracked(samples, {0: sequence}, num_prompt, scope, outputs)
+        self.tracked[request.request_id] = tracked
         self.batcher.add(sequence)
-        self.operations["submit"] += 1
-
-    def foresee(
-        self, tokens: list[int], max_tokens: int, seed: int | None, root: int, sibling: int
-    ) -> Sample:
-        """Write down all that a sample will be."""
-        num_prompt = len(tokens)
-        history, passed = root, []
-        for token_id in tokens:
-            history = self.histories.after(history, token_id)
-            passed.append(history)
-        for _ in range(max_tokens):
-            token_id = self.histories.draw(history, seed, sibling)
-            tokens.append(token_id)
-            history = self.histories.after(history, token_id)
-            passed.append(history)
-            if token_id == END_ID:
-                break
-        return Sample(seed, sibling, num_prompt, tokens, passed)
-
-    def note_keys(self, sample: Sample, scope: RequestScope) -> list[BlockKey]:
-        """Hash a sample's blocks, and write down what each key stands for."""
-        size, key, chain = self.limits.block_size, self.scope.root(scope), []
-        for end in range(size, len(sample.tokens) + 1, size):
-            payload = b"".join(t.to_bytes(4, "little") for t in sample.tokens[end - size : end])
-            key = BlockKey(hashlib.sha256(key + payload).digest())
-            content = sample.histories[end - size : end]
-            assert self.content.setdefault(key, content) == content, "one key for two contents"
-            chain.append(key)
-        return chain
 
     @rule()
     def plan(self) -> None:
@@ -251,19 +280,23 @@ class LedgerMachine(RuleBasedStateMachine):
             )
             return
         samples: dict[int, Sample] = {}
-        roots: dict[int, int] = {}
         starts = {start.row: start for start in plan.starts}
         for sequence in self.batcher.running:
             tracked = self.tracked[sequence.request.request_id]
             assert sequence.row is not None
-            samples[sequence.row] = tracked.samples[sequence.sibling]
-            roots[sequence.row] = tracked.root
+            if tracked.outputs is None:
+                samples[sequence.row] = tracked.samples[sequence.sibling]
+            else:
+                tokens = sequence.tokens.tolist()
+                beam = self.oracle.beam(tokens, tracked.num_prompt, tracked.scope)
+                samples[sequence.row] = beam
+                self.oracle.keys(beam, tracked.scope)
             gave_way = sequence.num_preemptions > running.get(
                 id(sequence), sequence.num_preemptions
             )
             if sequence.row in starts and (gave_way or id(sequence) in waiting):
                 self.check_start(sequence, tracked, starts[sequence.row].num_computed, evicted)
-        self.flights.append(InFlight(plan, samples, roots))
+        self.flights.append(InFlight(plan, samples))
         self.events["copied"] += len(plan.copies)
         self.operations["chunk" if (plan.num_tokens > 1).any() else "append"] += 1
 
@@ -272,9 +305,9 @@ class LedgerMachine(RuleBasedStateMachine):
     ) -> None:
         """Compare what a sequence starts on with the longest run that may be matched."""
         size, num_known = self.limits.block_size, sequence.num_known
-        depth = 0
-        while (depth + 1) * size < num_known and sequence.key(depth) in self.matchable | evicted:
-            depth += 1
+        depth = (num_known - 1) // size
+        while depth and not self.can_start_on(sequence, depth, evicted):
+            depth -= 1
         if self.kv.partials is None:
             assert num_found <= depth * size, "more was matched than had been computed"
         assert num_found < num_known, "nothing is left to compute"
@@ -291,17 +324,43 @@ class LedgerMachine(RuleBasedStateMachine):
             self.events["started"] += 1
         self.events["hit tokens"] += num_found
 
+    def can_start_on(self, sequence: SequenceState, depth: int, evicted: set[BlockKey]) -> bool:
+        """Return whether all that the token behind so many blocks sees can be matched."""
+        size = self.limits.block_size
+        num_tokens = depth * size
+        for group, window in enumerate(sequence.windows):
+            # The token before it is kept in any case.
+            seen = {*seen_positions(num_tokens + 1, window), num_tokens - 1}
+            for place in {position // size for position in seen}:
+                key = group_key(sequence.key(place), group)
+                if key not in self.matchable and key not in evicted:
+                    return False
+        return True
+
     @precondition(lambda self: self.flights)
     @rule()
     def commit(self) -> None:
         """Finish the oldest step in flight."""
         flight = self.flights.popleft()
-        result = self.memory.run(flight.plan, flight.samples, flight.roots)
+        result = self.memory.run(flight.plan, flight.samples)
+        before = self.num_trimmed()
         committed = self.batcher.commit(result)
+        for name, num_blocks in self.num_trimmed().items():
+            self.events["rolled out of a window"] += max(
+                0, num_blocks - before.get(name, num_blocks)
+            )
         for child in committed.born:
             self.tracked[child.request.request_id].sequences[child.sibling] = child
-        self.operations["fork" if committed.born else "commit"] += 1
+        kind = "fork" if committed.born else "commit"
+        self.operations[kind] += 1
         self.hear(committed)
+
+    def num_trimmed(self) -> dict[int, int]:
+        """Return for each running sequence how many of its blocks no token sees any more."""
+        return {
+            id(sequence): sum(group.num_trimmed for group in sequence.table.groups)
+            for sequence in self.batcher.running
+        }
 
     def hear(self, committed: Committed) -> None:
         for news in committed.news:
@@ -354,22 +413,30 @@ class LedgerMachine(RuleBasedStateMachine):
             del self.tracked[request_id]
 
     @precondition(lambda self: self.tracked)
-    @rule(pick=st.integers(0, 99))
-    def cancel(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 99), one_sample=st.booleans())
+    def cancel(self, pick: int, one_sample: bool) -> None:
         request_id = list(self.tracked)[pick % len(self.tracked)]
-        for sequence in list(self.tracked[request_id].sequences.values()):
-            # Twice, since two may want it gone.
-            for _ in range(2):
+        tracked = self.tracked[request_id]
+        sequences = list(tracked.sequences.values())
+        if one_sample and tracked.outputs is None:
+            sequences = [sequences[pick % len(sequences)]]
+        for sequence in sequences:
+            if sequence.phase is not Phase.ENDED:
                 self.batcher.end(sequence, FinishReason.CANCELLED)
+            if tracked.outputs is None:
+                # Two may want it gone.
+                self.batcher.end(sequence, FinishReason.CANCELLED)
+                self.forget(request_id, sequence)
             assert sequence.finish is FinishReason.CANCELLED
-            self.forget(request_id, sequence)
+        if tracked.outputs is not None:
+            del self.tracked[request_id]
         self.operations["cancel"] += 1
 
     @rule(pick=st.integers(0, 99))
     def preempt(self, pick: int) -> None:
         """Take the blocks of any sequence that no step in flight writes."""
         busy = {row for flight in self.flights for row in flight.plan.rows.tolist()}
-        idle = [s for s in self.batcher.running if s.row not in busy]
+        idle = [sequence for sequence in self.batcher.running if sequence.row not in busy]
         if idle:
             self.batcher.preempt(idle[pick % len(idle)])
             self.operations["preempt"] += 1
@@ -407,23 +474,33 @@ class LedgerMachine(RuleBasedStateMachine):
         num_keys = 0
         for key, block_id in self.kv.index.items():
             assert key in self.matchable
-            assert self.memory.block(BlockId(block_id)) == self.content[key]
+            assert self.memory.block(BlockId(block_id)) == self.oracle.slots_of(key)
             num_keys += 1
         assert num_keys == len(self.matchable)
+
+    @invariant()
+    def every_sequence_knows_its_tokens(self) -> None:
+        for sequence in self.batcher.running:
+            tracked = self.tracked[sequence.request.request_id]
+            if tracked.outputs is not None:
+                continue
+            sample = tracked.samples[sequence.sibling]
+            assert sequence.tokens.tolist() == sample.tokens[: sequence.num_known]
 
     @invariant()
     def slots_that_can_be_copied_hold_what_is_said_of_them(self) -> None:
         if self.kv.partials is None:
             return
         for block_id, content in self.kv.partials.items():
-            history = self.content[content.parent][-1]
+            history = self.oracle.content[content.parent][-1]
             for offset, token_id in enumerate(content.token_ids):
-                history = self.histories.after(history, token_id)
+                history = self.oracle.histories.after(history, token_id)
                 assert self.memory.block(block_id)[offset] == history
 
     def check(self) -> None:
         self.the_ledger_agrees_with_its_holders()
         self.a_key_names_a_block_that_holds_what_was_hashed()
+        self.every_sequence_knows_its_tokens()
         self.slots_that_can_be_copied_hold_what_is_said_of_them()
 
     def drain(self) -> None:
@@ -446,66 +523,3 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if self.num_submitted:
             self.drain()
-
-
-def walk(seed: int, num_operations: int) -> LedgerMachine:
-    """Walk further than Hypothesis does, by the same rules; raises where anything is broken."""
-    draw = random.Random(seed)
-    machine = LedgerMachine()
-    machine.start(
-        num_blocks=draw.choice([3, 5, 8, 12, 16, 24]),
-        block_size=draw.choice([1, 2, 3, 4]),
-        max_num_seqs=draw.choice([1, 2, 4, 8]),
-        max_num_batched_tokens=draw.choice([1, 2, 5, 16, 64]),
-        pipeline_depth=draw.choice([1, 2]),
-        max_decode_steps=draw.choice([1, 1, 4]),
-        max_prefix_wait_steps=draw.choice([64, 2, 0]),
-        partial_reuse=draw.random() < 0.5,
-    )
-
-    def submit() -> None:
-        if len(machine.tracked) > 12:
-            return
-        machine.submit(
-            draw.choice(STORIES),
-            draw.randint(1, 16),
-            draw.randint(1, 16),
-            draw.choice(SCOPES),
-            draw.choice([0, 0, -1, 2]),
-            draw.choice([1, 1, 2, 3, 4]),
-            draw.random() < 0.5,
-            draw.choice([*[None] * 12, (0, 0), (1, 0), (2, 1), (0, 2)]),
-        )
-
-    def commit() -> None:
-        if machine.flights:
-            machine.commit()
-
-    def cancel() -> None:
-        if machine.tracked:
-            machine.cancel(draw.randint(0, 99))
-
-    def preempt() -> None:
-        machine.preempt(draw.randint(0, 99))
-
-    def evict() -> None:
-        machine.evict(draw.randint(1, 24))
-
-    operations = [submit, machine.plan, commit, cancel, preempt, evict]
-    num_done = 0
-    while num_done < num_operations:
-        draw.choices(operations, [5, 20, 20, 1, 2, 1])[0]()
-        if machine.operations.total() > num_done:
-            machine.check()
-            num_done = machine.operations.total()
-    machine.drain()
-    return machine
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Replay one walk.")
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--operations", type=int, default=1000)
-    options = parser.parse_args()
-    done = walk(options.seed, options.operations)
-    print(f"nothing broke: {dict(done.operations)}, which brought {dict(done.events)}")

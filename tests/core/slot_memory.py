@@ -1,82 +1,18 @@
-"""A rank whose slots hold whole histories, so that each can be compared with what it must hold."""
+"""A rank whose slots hold whole histories, so that each can be compared with what it must hold.
 
-import dataclasses
+A slot of layer group g of G holds the history that its token ends as `history * G + g`.
+"""
+
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from ledger_oracle import Histories, Sample, seen_positions
 
-from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.ids import BlockId
 from rayserve_paged.core.messages import RowStart, StepPlan, StepResult
 
 UNWRITTEN = -1
-
-
-class Histories:
-    """Every sequence of tokens that occurs, as a number: one number, one history.
-
-    Args:
-        vocab_size: Tokens are drawn below it.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self._after: dict[tuple[int, int], int] = {}
-        self._roots: dict[RequestScope, int] = {}
-        self._mixed: list[int] = []
-
-    def root(self, scope: RequestScope) -> int:
-        """Return the empty history of a scope; KV of one is none of another's."""
-        if scope not in self._roots:
-            # What is drawn does not depend on it.
-            self._roots[scope] = self._new(17)
-        return self._roots[scope]
-
-    def after(self, history: int, token_id: int) -> int:
-        """Return a history with one more token."""
-        known = self._after.get((history, token_id))
-        if known is None:
-            mixed = (self._mixed[history] * 0x9E3779B97F4A7C15 + token_id + 1) % (1 << 64)
-            known = self._after[history, token_id] = self._new(mixed ^ mixed >> 29)
-        return known
-
-    def draw(self, history: int, seed: int | None, sibling: int) -> int:
-        """Return the token that follows; without a seed it depends on the history alone."""
-        mixed = self._mixed[history]
-        if seed is not None:
-            mixed = (mixed + seed * 0xBF58476D1CE4E5B9 + sibling * 0x94D049BB133111EB) % (1 << 64)
-            mixed ^= mixed >> 31
-        return (mixed >> 7) % self.vocab_size
-
-    def _new(self, mixed: int) -> int:
-        self._mixed.append(mixed)
-        return len(self._mixed) - 1
-
-
-@dataclasses.dataclass(eq=False)
-class Sample:
-    """One sample of a request: all that it will ever be, and how much of that was told.
-
-    Args:
-        seed: None for a greedy one.
-        sibling: Which sample of its request.
-        num_prompt: Tokens of the prompt.
-        tokens: Prompt and outputs up to its own end.
-        histories: For each token the history that it ends; what its slot must hold.
-        failing_draw: Output index whose draw raises.
-        num_told: Outputs that were told.
-        ended: Whether its end was told.
-    """
-
-    seed: int | None
-    sibling: int
-    num_prompt: int
-    tokens: list[int]
-    histories: list[int]
-    failing_draw: int | None = None
-    num_told: int = 0
-    ended: bool = False
 
 
 class SlotMemory:
@@ -89,14 +25,18 @@ class SlotMemory:
         pool: Blocks that are written must be held in it and not sealed.
         block_size: Slots per block.
         histories: Numbers of the histories.
+        num_layer_groups: Blocks that each place of a sequence has.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, histories: Histories) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, histories: Histories, num_layer_groups: int
+    ) -> None:
         self.slots = [UNWRITTEN] * (pool.num_blocks * block_size)
         self.interrupt: Callable[[], bool] = lambda: False
         self._pool = pool
         self._block_size = block_size
         self._histories = histories
+        self._num_groups = num_layer_groups
         self._starts: dict[int, RowStart] = {}
         self._tables: dict[int, list[int]] = {}
         self._sampled: dict[int, int] = {}
@@ -105,16 +45,13 @@ class SlotMemory:
         """Return what the slots of a block hold."""
         return self.slots[block_id * self._block_size : (block_id + 1) * self._block_size]
 
-    def run(
-        self, plan: StepPlan, samples: Mapping[int, Sample], roots: Mapping[int, int]
-    ) -> StepResult:
+    def run(self, plan: StepPlan, samples: Mapping[int, Sample]) -> StepResult:
         """Execute a plan, and compare every slot that it reads with what it must hold.
 
         Args:
             plan: The oldest plan in flight.
             samples: By row, what the sequences in it must be; of a row that is to be forked, the
                 first sample.
-            roots: By row, the empty history of its scope.
         """
         for start in plan.starts:
             self._starts[start.row] = start
@@ -130,7 +67,7 @@ class SlotMemory:
         errors: dict[int, str] = {}
         for _step in range(plan.num_steps):
             for i, row in enumerate(rows):
-                self._write(row, ends[i], tokens[i], samples[row], roots[row])
+                self._write(row, ends[i], tokens[i], samples[row])
                 ends[i] += len(tokens[i])
             drawn = self._draw(plan, ends, samples, errors)
             taken.append(drawn)
@@ -167,28 +104,47 @@ class SlotMemory:
     def _be_sure_it_may_be_written(self, block_id: int) -> None:
         assert self._pool.count(BlockId(block_id)), f"block {block_id} is written and not held"
         assert not self._pool.is_sealed(BlockId(block_id)), f"block {block_id} is sealed"
-        assert not self._pool.is_frozen(BlockId(block_id)), f"block {block_id} is frozen"
 
-    def _write(
-        self, row: int, num_computed: int, tokens: list[int], sample: Sample, root: int
-    ) -> None:
-        size, table, slots = self._block_size, self._tables[row], self.slots
-        for block_id in table[num_computed // size : (num_computed + len(tokens) - 1) // size + 1]:
+    def _place(self, row: int, position: int, group: int) -> int:
+        size = self._block_size
+        block_id = self._tables[row][position // size * self._num_groups + group]
+        return block_id * size + position % size
+
+    def _write(self, row: int, num_computed: int, tokens: list[int], sample: Sample) -> None:
+        size, groups, slots = self._block_size, self._num_groups, self.slots
+        end = num_computed + len(tokens)
+        first, last = num_computed // size * groups, (end - 1) // size * groups + groups
+        for block_id in self._tables[row][first:last]:
             self._be_sure_it_may_be_written(block_id)
-        history = root
-        if num_computed:
-            last = num_computed - 1
-            history = slots[table[last // size] * size + last % size]
-        for position, token_id in enumerate(tokens, num_computed):
-            history = self._histories.after(history, token_id)
-            slots[table[position // size] * size + position % size] = history
-        num_read = num_computed + len(tokens)
-        read: list[int] = []
-        for block_id in table[: -(-num_read // size)]:
-            read += slots[block_id * size : (block_id + 1) * size]
+        for group in range(groups):
+            history = sample.root
+            if num_computed:
+                history = slots[self._place(row, num_computed - 1, group)] // groups
+            for position, token_id in enumerate(tokens, num_computed):
+                history = self._histories.after(history, token_id)
+                slots[self._place(row, position, group)] = history * groups + group
         # A sequence that ended is computed on until the step that was planned before has finished.
-        num_right = min(num_read, len(sample.histories))
-        assert read[:num_right] == sample.histories[:num_right], f"row {row} reads wrong slots"
+        if end <= len(sample.histories):
+            self._compare(row, end, sample)
+
+    def _compare(self, row: int, num_read: int, sample: Sample) -> None:
+        """Compare all slots that the last token sees with what they must hold."""
+        size, groups, table = self._block_size, self._num_groups, self._tables[row]
+        for group, window in enumerate(sample.windows):
+            if window.size is None:
+                read: list[int] = []
+                for block_id in table[group : -(-num_read // size) * groups : groups]:
+                    read += self.slots[block_id * size : (block_id + 1) * size]
+                expected = [history * groups + group for history in sample.histories[:num_read]]
+                assert read[:num_read] == expected, f"row {row} reads wrong slots"
+                continue
+            for position in seen_positions(num_read, window):
+                held = self.slots[self._place(row, position, group)]
+                expected_slot = sample.histories[position] * groups + group
+                assert held == expected_slot, f"row {row} reads a wrong slot at {position}"
+
+    def _last_history(self, row: int, num_tokens: int) -> int:
+        return self.slots[self._place(row, num_tokens - 1, 0)] // self._num_groups
 
     def _draw(
         self,
@@ -197,7 +153,7 @@ class SlotMemory:
         samples: Mapping[int, Sample],
         errors: dict[int, str],
     ) -> list[int]:
-        size, drawn = self._block_size, []
+        drawn: list[int] = []
         for index, sibling in zip(
             plan.sample_indices.tolist(), plan.sample_siblings.tolist(), strict=True
         ):
@@ -208,8 +164,7 @@ class SlotMemory:
                 output_index == 0 or sibling == sample.sibling
             ):
                 errors[len(drawn)] = f"draw {output_index} of sample {sibling} fails"
-            last = ends[index] - 1
-            history = self.slots[self._tables[row][last // size] * size + last % size]
+            history = self._last_history(row, ends[index])
             seed = start.params.seed if start.params.temperature else None
             drawn.append(self._histories.draw(history, seed, sibling))
         return drawn
