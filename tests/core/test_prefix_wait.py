@@ -119,6 +119,21 @@ def test_a_wait_ends_with_the_last_common_block_and_not_before() -> None:
     assert waiter.num_cached_tokens == 9 * BLOCK_SIZE
 
 
+def test_nobody_waits_for_a_block_that_it_could_not_take() -> None:
+    driver = make_driver()
+    first = make_request(range(10 * BLOCK_SIZE), 1, request_id=FIRST)
+    driver.submit(first)
+    driver.step()
+    # All of its four blocks are shared, and the last token of the fourth is to be computed.
+    second = make_request(range(4 * BLOCK_SIZE), 1, request_id=SECOND)
+    driver.submit(second)
+    while driver.sequence(second).phase is Phase.WAITING:
+        driver.step()
+    assert driver.sequence(first).num_sealed == 3
+    assert driver.sequence(second).num_cached_tokens == 3 * BLOCK_SIZE
+    driver.run()
+
+
 def test_others_overtake_a_request_that_waits_for_a_prefix() -> None:
     driver = make_driver(budget=2 * BLOCK_SIZE)
     first, second = chunked_pair(driver)

@@ -42,6 +42,21 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "the block that is being computed is one gained, and the policy asks for one",
     ),
     Equivalent(
+        "prefix_wait.PrefixWaits.advance:always",
+        "target <= sequence.num_sealed",
+        "whoever comes back too early steps aside again",
+    ),
+    Equivalent(
+        "prefix_wait.PrefixWaits.park:half",
+        "since + self.max_wait_steps",
+        "a look before the first deadline finds nobody whose wait is over",
+    ),
+    Equivalent(
+        "prefix_wait.PrefixWaits.park:other-end",
+        "0",
+        "all that compute a block seal it, and any of them can be waited for",
+    ),
+    Equivalent(
         "running_batch.RunningBatch._stop:forget-to-free",
         "self.unannounced.discard(row)",
         "whoever takes the row next is announced in any case",
