@@ -36,7 +36,7 @@ class StreamUpdate:
         num_cached_tokens: Prompt tokens that came from the prefix cache.
         finish: Set once, on the last update of the sibling.
         error: Reason, where finish is ERROR or CANCELLED.
-        prompt_logprobs: Of the prompt tokens but the first, where asked for, once, with sibling 0.
+        prompt_logprobs: Of the prompt tokens but the first, where asked for; with one sibling.
     """
 
     request_id: RequestId

@@ -324,4 +324,6 @@ class Controller:
 
 
 def _promised_tokens(request: Request) -> int:
-    return len(request.prompt_token_ids) + (request.params.max_tokens or 0)
+    """Tokens to be computed for a request: its prompt once, and the output of each sample."""
+    params = request.params
+    return len(request.prompt_token_ids) + params.num_siblings * (params.max_tokens or 0)

@@ -192,7 +192,7 @@ class StreamItem:
         finish: Set on the last item.
         error: Reason, where finish is ERROR or CANCELLED.
         prompt_logprobs: Of the prompt tokens but the first, where asked for, with the first output
-            token of sibling 0; else empty.
+            token of the first sibling that has one; else empty.
     """
 
     name: StreamName

@@ -215,17 +215,17 @@ class Replica:
 
     def _tell(self, progress: Progress) -> None:
         sequence, index, token_id, logprobs, finish, error = progress
-        item = StreamItem(
-            sequence.name,
-            index,
-            () if token_id is None else (token_id,),
-            () if logprobs is None else (logprobs,),
-            sequence.num_cached_tokens or 0,
-            finish,
-            error,
-            self._prompt_logprobs(progress),
-        )
         if sequence.sibling not in sequence.withdrawn:
+            item = StreamItem(
+                sequence.name,
+                index,
+                () if token_id is None else (token_id,),
+                () if logprobs is None else (logprobs,),
+                sequence.num_cached_tokens or 0,
+                finish,
+                error,
+                self._prompt_logprobs(progress),
+            )
             self._outbox.put(sequence.consumer_id, item)
         if finish is None:
             return
@@ -242,7 +242,7 @@ class Replica:
             self._finished.append((request.request_id, request.attempt))
 
     def _prompt_logprobs(self, progress: Progress) -> tuple[TokenLogprobs, ...]:
-        """What goes with a first token; the consumer takes it, like the token, once."""
+        """What goes with the first token of the first sample that is told, and with no other."""
         scores = progress.sequence.scores
         if scores is None or progress.output_index > 0 or progress.token_id is None:
             return ()

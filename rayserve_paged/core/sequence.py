@@ -166,7 +166,6 @@ class SequenceState:
         child.table = table
         child.row = None
         child.num_preemptions = 0
-        child.scores = None
         return child
 
     def key(self, block_index: int) -> BlockKey:

@@ -51,7 +51,7 @@ class FakeReplica:
     @property
     def num_tokens(self) -> int:
         return sum(
-            len(request.prompt_token_ids) + (request.params.max_tokens or 0)
+            len(request.prompt_token_ids) + request.params.n * (request.params.max_tokens or 0)
             for request in self.assigned.values()
         )
 
@@ -175,14 +175,12 @@ class ControllerMachine(RuleBasedStateMachine):
         prompt=st.sampled_from(PROMPTS),
         max_tokens=st.integers(1, 5),
         consumer=st.sampled_from("ab"),
+        n=st.sampled_from([1, 1, 3]),
     )
-    def submit(self, prompt: list[int], max_tokens: int, consumer: str) -> None:
+    def submit(self, prompt: list[int], max_tokens: int, consumer: str, n: int) -> None:
         self.num_requests += 1
-        self.place(
-            make_request(
-                prompt, max_tokens, request_id=f"q{self.num_requests}", consumer_id=consumer
-            )
-        )
+        name = f"q{self.num_requests}"
+        self.place(make_request(prompt, max_tokens, request_id=name, consumer_id=consumer, n=n))
 
     def place(self, request: Request) -> None:
         commands = self.handle(SubmitRequest(request))

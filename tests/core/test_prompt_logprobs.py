@@ -78,6 +78,17 @@ def test_samples_of_one_prompt_get_its_scores_once_with_the_first() -> None:
     assert all(reader.stream(request, sibling).prompt_logprobs == () for sibling in (1, 2))
 
 
+def test_scores_go_to_the_first_sample_that_is_not_cancelled() -> None:
+    driver = ReplicaDriver(make_limits(32), max_num_batched_tokens=6)
+    request = make_request(range(10), n=3, temperature=1.0, prompt_logprobs=1)
+    driver.submit(request)
+    driver.send(CancelRequest(request.request_id, request.attempt, 0))
+    driver.run()
+    reader = driver.reader()
+    scores = [reader.stream(request, sibling).prompt_logprobs for sibling in range(3)]
+    assert scores == [(), prompt_oracle(request), ()]
+
+
 def test_scores_that_were_delivered_twice_are_taken_once() -> None:
     driver = ReplicaDriver(make_limits())
     request = make_request(range(9), 3, prompt_logprobs=1)
