@@ -61,6 +61,14 @@ class Deployment(Protocol):
         """Take the ledger of every replica, each at a step's end, ordered by replica id."""
         ...
 
+    async def reset_cache(self) -> None:
+        """Forget the prefix caches of all replicas; returns when each has done it.
+
+        Requests that run meanwhile go on unharmed, and what they compute on the blocks that they
+        have is not cached. Replicas that are lost have no cache.
+        """
+        ...
+
     def shutdown(self) -> None:
         """End every replica and wait until nothing of it is left. Idempotent; blocks."""
         ...

@@ -273,6 +273,10 @@ class FrontEnd:
         """Take the ledgers of all replicas."""
         return DeploymentAccounting(dict(await self._deployment.accounting()))
 
+    async def reset_cache(self) -> None:
+        """Forget the prefix caches of all replicas."""
+        await self._deployment.reset_cache()
+
     async def close(self) -> None:
         """Cancel what is open; streams that are read raise RequestFailedError."""
         await self._loop.close()

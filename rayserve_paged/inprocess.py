@@ -160,6 +160,13 @@ class InProcessShell:
                 raise answer
         return tuple(ledgers)
 
+    async def reset_cache(self) -> None:
+        """As `Deployment.reset_cache`; lost replicas have no cache."""
+        asked = [asyncio.wrap_future(gang.host.reset_cache()) for gang in self._gangs.values()]
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, ReplicaLostError):
+                raise answer
+
     def shutdown(self) -> None:
         """As `Deployment.shutdown`."""
         self.handle(EndDeployment("it was shut down"))

@@ -374,6 +374,15 @@ class LLM:
         self._check_open()
         return self._thread.call(self._front_end.accounting())
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the prefix caches of all replicas; returns when each has done it.
+
+        No later request finds what was computed before. Requests that run meanwhile go on
+        unharmed, and what they compute on the blocks that they have is not cached.
+        """
+        self._check_open()
+        self._thread.call(self._front_end.reset_cache())
+
     def stats(self) -> "ShellStats | None":
         """Return where the time of starting went and what each rank's process takes; None where
         the ranks are in this process.

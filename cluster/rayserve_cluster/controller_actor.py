@@ -184,6 +184,11 @@ class ControllerActor:
             if ledger is not None
         )
 
+    async def reset_cache(self) -> None:
+        """Forget the prefix caches of all replicas; returns when each has done it."""
+        live = self._core.replicas.items()
+        await asyncio.gather(*(self._gangs[key].reset_cache() for key in live))
+
     async def stats(self) -> tuple[RankStats, ...]:
         """Return the figures of all ranks that answer."""
         live = sorted(self._core.replicas.items())

@@ -206,6 +206,11 @@ class Gang:
             return None
         return ledger
 
+    async def reset_cache(self) -> None:
+        """Forget the prefix cache; a gang that is lost has none."""
+        with contextlib.suppress(RayError):
+            await self._workers[0].reset_cache.remote()
+
     async def stats(self) -> list[RankStats]:
         """Return the figures of the ranks that answer."""
         answers = await asyncio.gather(

@@ -184,6 +184,10 @@ class RayShell:
         ledgers = await self._ask(self._controller.accounting.remote())
         return ledgers
 
+    async def reset_cache(self) -> None:
+        """As `Deployment.reset_cache`."""
+        await self._ask(self._controller.reset_cache.remote())
+
     async def stats(self) -> ShellStats:
         """Return where the time of starting went, and the figures of each rank's process."""
         ranks = await self._ask(self._controller.stats.remote())

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar, assert_never
+from typing import NamedTuple, TypeVar, assert_never
 
 from rayserve_cluster.executor import Executor
 from rayserve_cluster.tp_group import GroupBrokenError
@@ -26,6 +26,7 @@ from rayserve_paged.core.messages import (
     PollTokens,
     ReplicaEvent,
     ReplicaReport,
+    ResetCache,
     RunStep,
     StepFailed,
     StepFinished,
@@ -43,8 +44,16 @@ _STOP_GRACE_S = 0.5
 logger = logging.getLogger(__name__)
 
 _Poll = tuple[PollTokens, Future[Delivery]]
-_Inbound = AssignRequest | CancelRequest | FenceReplica | _Poll | Future[Accounting] | None
-"""What other threads put in: events, polls, requests for the ledger; None to stop."""
+
+
+class _Reset(NamedTuple):
+    """The cache is to be reset, and whoever asked told that it was."""
+
+    done: Future[None]
+
+
+_Inbound = AssignRequest | CancelRequest | FenceReplica | _Poll | _Reset | Future[Accounting] | None
+"""What other threads put in: events, polls, resets, requests for the ledger; None to stop."""
 
 
 class ReplicaHost:
@@ -122,6 +131,13 @@ class ReplicaHost:
         """Ask for the ledger at the end of a step; raises as `poll`."""
         future: Future[Accounting] = Future()
         if not self._put(future):
+            future.set_exception(self._lost_error())
+        return future
+
+    def reset_cache(self) -> Future[None]:
+        """Forget the prefix cache; done at once or after the step under way. Raises as `poll`."""
+        future: Future[None] = Future()
+        if not self._put(_Reset(future)):
             future.set_exception(self._lost_error())
         return future
 
@@ -236,6 +252,9 @@ class ReplicaHost:
                 return False
             case Future():
                 self._ledgers.append(item)
+            case _Reset(done):
+                self._handle(ResetCache())
+                _answer(done, None)
             case (message, future):
                 key = (message.consumer_id, message.poll_id)
                 if key in self._polls:
@@ -291,12 +310,14 @@ class ReplicaHost:
             if self._lost is not None:
                 return
             self._lost = reason
-        waiting: list[Future[Delivery] | Future[Accounting]]
+        waiting: list[Future[Delivery] | Future[Accounting] | Future[None]]
         waiting = [*self._polls.values(), *self._ledgers]
         while not self._inbox.empty():
             match self._inbox.get():
                 case Future() as future:
                     waiting.append(future)
+                case _Reset(done):
+                    waiting.append(done)
                 case (PollTokens(), future):
                     waiting.append(future)
                 case _:

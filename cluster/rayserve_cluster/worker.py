@@ -268,6 +268,12 @@ class Worker:
         self._calls["accounting"] += 1
         return await asyncio.wrap_future(self._serving().accounting())
 
+    @ray.method(concurrency_group="io")
+    async def reset_cache(self) -> None:
+        """Rank 0: forget the prefix cache; returns when it is done."""
+        self._calls["reset_cache"] += 1
+        await asyncio.wrap_future(self._serving().reset_cache())
+
     def _serving(self) -> "ReplicaHost":
         if self._host is None:
             raise ReplicaLostError(self._spec.replica_id, self._spec.incarnation, "not started")

@@ -167,6 +167,12 @@ class Batcher:
         self.num_preemptions += 1
         self.add(sequence)
 
+    def reset_cache(self) -> None:
+        """Match nothing any more that sequences have computed, or will on the blocks they have."""
+        self.kv.reset()
+        for sequence in self._batch.order:
+            self.prefix_waits.leave(sequence)
+
     def plan_step(self, max_steps: int = 1) -> StepPlan | None:
         """Decide the next step.
 

@@ -242,6 +242,13 @@ class BlockPool:
             self._free.append(block_id)
         self._kept[block_id] = 0
 
+    def unseal_all(self) -> None:
+        """Forget that any block's content can be matched: CACHED ones become FREE."""
+        self._free.extend(self._evict(self.num_cached))
+        for index in range(self.num_blocks):
+            if self._kept[index]:
+                self.unseal(BlockId(index))
+
     def release(self, block_ids: Sequence[BlockId]) -> None:
         """Take one holder from each block of a chain, the last in the sequence first.
 

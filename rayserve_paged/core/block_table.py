@@ -105,17 +105,21 @@ class BlockTable:
         places: Blocks to begin with, such as a matched prefix: for each place, head first, one of
             each layer group; None where it was trimmed.
         windows: What each layer group attends to.
+        epoch: Resets of the cache before it began: what is computed over the blocks of an older
+            epoch is of that epoch.
     """
 
-    __slots__ = ("block_size", "groups")
+    __slots__ = ("block_size", "epoch", "groups")
 
     def __init__(
         self,
         block_size: int,
         places: Iterable[BlockId | None] = (),
         windows: Sequence[AttentionWindow] = ONE_FULL_GROUP,
+        epoch: int = 0,
     ) -> None:
         self.block_size = block_size
+        self.epoch = epoch
         listed = list(places)
         groups = []
         for index, window in enumerate(windows):
@@ -210,7 +214,8 @@ class BlockTable:
 
     def copy(self) -> "BlockTable":
         """Return another table of the same blocks."""
-        return BlockTable(self.block_size, self.places(), [group.window for group in self.groups])
+        windows = [group.window for group in self.groups]
+        return BlockTable(self.block_size, self.places(), windows, self.epoch)
 
     def clear(self) -> None:
         """Forget all blocks."""

@@ -164,7 +164,11 @@ def _check_prefix_waits(batcher: Batcher) -> None:
     running = set(batcher.running)
     computing = {sequence for _key, sequence in waits.computing()}
     _require(computing <= running, "a sequence that does not run computes a block")
-    behind = {sequence for sequence in running if sequence.num_sealed < len(sequence.keys)}
+    behind = {
+        sequence
+        for sequence in running
+        if sequence.num_sealed < len(sequence.keys) and batcher.kv.is_current(sequence.table)
+    }
     known = behind if waits.max_wait_steps else set()
     _require(computing == known, "not all blocks that are being computed are known")
     waited_for = {sequence for _target, sequence, _waiter in waits.waits()}

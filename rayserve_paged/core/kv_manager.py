@@ -62,11 +62,30 @@ class KVManager:
         pool.remember_evicted(self.index.fingerprint_of)
         # HELD blocks that filled after another block of equal content was published.
         self._duplicates: dict[BlockId, BlockKey] = {}
+        # Resets so far.
+        self._epoch = 0
 
     @property
     def duplicates(self) -> Mapping[BlockId, BlockKey]:
         """HELD blocks whose content another block was published for, and its key."""
         return self._duplicates
+
+    def is_current(self, table: BlockTable) -> bool:
+        """Return whether what is computed over a table's blocks may be published: not where the
+        cache was reset since the table began.
+        """
+        return table.epoch == self._epoch
+
+    def reset(self) -> None:
+        """Match nothing any more that has been computed so far, or will be over the blocks of
+        tables that are open now. These keep their blocks.
+        """
+        self._epoch += 1
+        self.pool.unseal_all()
+        self._forget([block_id for _key, block_id in self.index.items()])
+        if self.partials is not None:
+            self.partials.remove([block_id for block_id, _content in self.partials.items()])
+        self._duplicates.clear()
 
     def match(
         self,
@@ -137,7 +156,7 @@ class KVManager:
             resumes: The sequence was here before, so that it says nothing of how often its blocks
                 are asked for.
         """
-        table = BlockTable(self.block_size, matched, windows)
+        table = BlockTable(self.block_size, matched, windows, self._epoch)
         for chain in table.chains():
             if not resumes:
                 self.pool.used(chain)

@@ -306,12 +306,28 @@ class FenceReplica:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ResetCache:
+    """Nothing that was computed before is to be found by prefix matching any more.
+
+    Running requests go on over the blocks that they have, and nothing of what they compute there
+    is found either.
+    """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; leases and reports are looked at."""
 
 
 ReplicaEvent = (
-    AssignRequest | CancelRequest | PollTokens | StepFinished | StepFailed | FenceReplica | Tick
+    AssignRequest
+    | CancelRequest
+    | PollTokens
+    | StepFinished
+    | StepFailed
+    | FenceReplica
+    | ResetCache
+    | Tick
 )
 
 # --- out of a replica -----------------------------------------------------------------------

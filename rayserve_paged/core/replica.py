@@ -22,6 +22,7 @@ from rayserve_paged.core.messages import (
     ReplicaCommand,
     ReplicaEvent,
     ReplicaReport,
+    ResetCache,
     RunStep,
     StepFailed,
     StepFinished,
@@ -117,6 +118,8 @@ class Replica:
                 self._fence(f"step {step_id} failed: {reason}")
             case FenceReplica(reason):
                 self._fence(reason)
+            case ResetCache():
+                self.batcher.reset_cache()
             case Tick():
                 answers, expired = self._outbox.tick(now)
                 commands += answers

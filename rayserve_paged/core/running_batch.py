@@ -279,7 +279,7 @@ class RunningBatch:
         if discard:
             self.kv.discard(sequence.table)
         else:
-            if self.kv.partials is not None:
+            if self.kv.partials is not None and self.kv.is_current(sequence.table):
                 self._freeze_tail(sequence)
             self.kv.close(sequence.table)
         if self.windowed[row]:

@@ -124,7 +124,8 @@ class StepCommit:
             sequence = batch.sequence(row)
             batch.sync(sequence)
             num_full = int(batch.computed[row]) // batch.block_size
-            for block_index in range(sequence.num_sealed, num_full):
+            first = sequence.num_sealed if batch.kv.is_current(sequence.table) else num_full
+            for block_index in range(first, num_full):
                 key, content = sequence.key(block_index), None
                 if batch.kv.partials is not None:
                     content = sequence.content(block_index, sequence.num_known)

@@ -117,6 +117,15 @@ def test_every_block_is_free_or_cached_once_all_requests_have_ended(shell: RaySh
         assert ledger.num_held_blocks == 0
 
 
+def test_after_a_reset_no_replica_finds_what_was_computed_before(shell: RayShell) -> None:
+    prompt = list(range(300, 350))
+    first = asyncio.run(read_all(shell, [request("d0", prompt, 8)]))[0]
+    asyncio.run(shell.reset_cache())
+    second = asyncio.run(read_all(shell, [request("d1", prompt, 8)]))[0]
+    assert (first[-1].num_cached_tokens, second[-1].num_cached_tokens) == (0, 0)
+    assert tokens(second) == tokens(first)
+
+
 def test_no_actor_call_lies_on_the_path_of_a_token(shell: RayShell) -> None:
     max_tokens = 400
     consumer = Consumer(ConsumerId("silent"))

@@ -230,6 +230,18 @@ def test_the_ledger_is_taken_between_steps_and_adds_up(start: Start) -> None:
     assert (ledger.num_free_blocks, ledger.num_cached_blocks, ledger.num_held_blocks) == (30, 2, 0)
 
 
+def test_the_cache_is_reset_between_steps_and_not_by_a_host_that_has_stopped(start: Start) -> None:
+    stage = start()
+    stage.host.post(request("a", num_prompt=9, max_tokens=1))
+    stage.read_to_end("a")
+    stage.host.reset_cache().result(_LONG_S)
+    ledger = stage.host.accounting().result(_LONG_S)
+    assert (ledger.num_free_blocks, ledger.num_cached_blocks) == (32, 0)
+    stage.host.stop("over")
+    with pytest.raises(ReplicaLostError, match="over"):
+        stage.host.reset_cache().result(_LONG_S)
+
+
 def test_an_idle_loop_sends_heartbeats(start: Start) -> None:
     stage = start()
     while stage.executor.num_heartbeats < 3:

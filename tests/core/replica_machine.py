@@ -32,6 +32,7 @@ from rayserve_paged.core.messages import (
     AssignRequest,
     CancelRequest,
     FenceReplica,
+    ResetCache,
     StepFailed,
 )
 from rayserve_paged.core.outbox import LEASES_TO_REMEMBER
@@ -405,6 +406,15 @@ class ReplicaMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.driver.step()
             self.keep_answers(fate)
+
+    @rule(luck=st.integers(0, 9))
+    def reset_the_cache(self, luck: int) -> None:
+        if luck != 7:
+            return
+        self.driver.send(ResetCache())
+        assert not len(self.driver.replica.kv.index)
+        assert self.driver.replica.kv.pool.num_cached == 0
+        self.keep_answers("late")
 
     @rule(luck=st.integers(0, 19), during_a_step=st.booleans())
     def end_the_incarnation(self, luck: int, during_a_step: bool) -> None:

@@ -137,6 +137,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99))
     def seal(self, pick: int) -> None:
         writer = self.writers[pick % len(self.writers)]
+        if not self.kv.is_current(writer.table):
+            return
         for index in range(writer.num_sealed, writer.num_written // self.block_size):
             self.kv.seal(writer.table.block_ids[index], writer.keys[index])
             writer.num_sealed = index + 1
@@ -146,7 +148,11 @@ class PoolMachine(RuleBasedStateMachine):
     def close(self, pick: int) -> None:
         writer = self.writers.pop(pick % len(self.writers))
         known = [self.kv.index.key_of(block_id) for block_id in writer.table.block_ids]
-        keys = {*writer.keys[: writer.num_sealed], *(key for key in known if key is not None)}
+        keys = {key for key in known if key is not None}
+        if self.kv.is_current(writer.table):
+            keys.update(writer.keys[: writer.num_sealed])
+        else:
+            assert not keys, "a block of before a reset can be found"
         self.kv.close(writer.table)
         assert writer.table.block_ids == []
         # Of equal blocks one stays, and what was sealed can be matched: whoever else computed it.
@@ -163,6 +169,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.kv.discard(writer.table)
         assert all(self.pool.state(block_id) is BlockState.FREE for block_id in let_go)
         assert not any(self.kv.index.key_of(block_id) for block_id in let_go)
+
+    @rule(luck=st.integers(0, 9))
+    def reset(self, luck: int) -> None:
+        if luck != 7:
+            return
+        held = self.held()
+        self.kv.reset()
+        assert not len(self.kv.index)
+        assert self.pool.num_free == self.pool.num_blocks - len(held)
+        self.cached = set()
 
     @invariant()
     def the_ledger_agrees_with_its_holders(self) -> None:

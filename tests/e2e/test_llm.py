@@ -89,6 +89,28 @@ def test_a_second_run_finds_its_prompt_in_the_cache(llm: LLM) -> None:
     assert first.token_ids == second.token_ids == greedy(prompt, 8)
 
 
+def test_after_a_reset_a_prompt_is_computed_anew_and_what_runs_goes_on(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    prompt = "the cache forgets this"
+    llm.generate(prompt, SamplingParams(max_tokens=1))
+
+    async def reset_in_between() -> RequestOutput | None:
+        output, is_first = None, True
+        async with contextlib.aclosing(llm.stream(prompt, params)) as chunks:
+            async for chunk in chunks:
+                if is_first:
+                    await asyncio.to_thread(llm.reset_prefix_cache)
+                is_first, output = False, chunk.output
+        return output
+
+    output = asyncio.run(reset_in_between())
+    assert output is not None
+    assert output.num_cached_tokens > 0
+    assert output.token_ids == greedy(prompt, 60)
+    (again,) = llm.generate(prompt, params)
+    assert (again.num_cached_tokens, again.token_ids) == (0, greedy(prompt, 60))
+
+
 def test_durations_are_there_once_there_are_tokens_to_take_them_from(llm: LLM) -> None:
     one, many = llm.generate(
         ["x", "y"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=3)]
