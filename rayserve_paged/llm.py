@@ -4,7 +4,7 @@ import concurrent.futures
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, TracebackType
-from typing import TYPE_CHECKING, Final, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.config import DeploymentConfig, Dtype, QueuePolicy
@@ -464,7 +464,8 @@ def _for_each(
     names = " or ".join("None" if one is NoneType else one.__name__ for one in kinds)
     accepted = f"one {names}, or a list of {num_prompts}, one for each prompt"
     if isinstance(values, kinds):
-        return [values] * num_prompts
+        repeated: list[Any] = [values] * num_prompts
+        return repeated
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != num_prompts:
         raise InvalidInputError(field, values, accepted)
     if not all(isinstance(value, kind) for value in values):

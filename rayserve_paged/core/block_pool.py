@@ -24,12 +24,10 @@ from typing import NamedTuple, cast
 
 from rayserve_paged.core.errors import LedgerError
 from rayserve_paged.core.eviction import ValueEviction
-from rayserve_paged.core.ids import BlockId, LayerGroupId
+from rayserve_paged.core.ids import BlockId
 
 _SEALED = 1
 _FROZEN = 2
-
-FIRST_LAYER_GROUP = LayerGroupId(0)
 
 
 class BlockState(enum.Enum):
@@ -53,11 +51,10 @@ class Allocation(NamedTuple):
 
 
 class BlockPool:
-    """The blocks of one layer group in one tier.
+    """The blocks of one tier; each holds the layers of one layer group.
 
     Args:
         num_blocks: Capacity; ids run from 0.
-        layer_group: The layers whose KV these blocks hold.
         free_order: Order in which free blocks are first handed out; ascending where None.
 
     Raises:
@@ -67,14 +64,12 @@ class BlockPool:
     def __init__(
         self,
         num_blocks: int,
-        layer_group: LayerGroupId = FIRST_LAYER_GROUP,
         free_order: Sequence[int] | None = None,
     ) -> None:
         order = list(range(num_blocks)) if free_order is None else list(free_order)
         if sorted(order) != list(range(num_blocks)):
             raise ValueError(f"free_order={order} is not a permutation of 0..{num_blocks - 1}")
         self.num_blocks = num_blocks
-        self.layer_group = layer_group
         # A stack: the last is handed out next, so that warm blocks are reused first.
         self._free = array("i", reversed(order))
         self._counts = array("i", bytes(4 * num_blocks))

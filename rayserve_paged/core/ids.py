@@ -28,6 +28,3 @@ BlockId = NewType("BlockId", int)
 
 BlockKey = NewType("BlockKey", bytes)
 """SHA-256 identity of a sealed block's content (see `block_identity`)."""
-
-LayerGroupId = NewType("LayerGroupId", int)
-"""Names the layers that share one pool and one block table per sequence."""
