@@ -25,6 +25,7 @@ from rayserve_paged.core.attention_window import (
     group_key,
 )
 from rayserve_paged.core.block_identity import Adapter, RequestScope
+from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.config import BatchConfig, QueuePolicy
 from rayserve_paged.core.ids import BlockId, BlockKey, Incarnation, RequestId
 from rayserve_paged.core.messages import StepPlan, TokenRun
@@ -173,6 +174,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.memory.interrupt = lambda: draw.random() < 0.2
         # Keys that can be matched, as the changes tell.
         self.matchable: set[BlockKey] = set()
+        # Tables that were open at the last reset.
+        self.stale_tables: list[BlockTable] = []
         self.queried = self.hits = self.resumed = 0
 
     def live(self) -> tuple[SequenceState, ...]:
@@ -225,7 +228,6 @@ class LedgerMachine(RuleBasedStateMachine):
             self.oracle.sample(story[:num_prompt], max_tokens, scope, seed, sibling)
             for sibling in range(num_samples)
         ]
-        chains = [self.oracle.keys(sample, scope) for sample in samples]
         if failure is not None and failure[1] < num_samples:
             output_index, sibling = failure
             if output_index < len(samples[sibling].tokens) - num_prompt:
@@ -234,7 +236,7 @@ class LedgerMachine(RuleBasedStateMachine):
                     # Samples that are not forked yet fail together.
                     for sample in samples:
                         sample.failing_draw = 0
-        self.add(request, chains[0], scope, samples)
+        self.add(request, samples[0].keys, scope, samples)
         self.operations["submit"] += 1
 
     def add(
@@ -290,28 +292,30 @@ class LedgerMachine(RuleBasedStateMachine):
                 tokens = sequence.tokens.tolist()
                 beam = self.oracle.beam(tokens, tracked.num_prompt, tracked.scope)
                 samples[sequence.row] = beam
-                self.oracle.keys(beam, tracked.scope)
             gave_way = sequence.num_preemptions > running.get(
                 id(sequence), sequence.num_preemptions
             )
             if sequence.row in starts and (gave_way or id(sequence) in waiting):
-                self.check_start(sequence, tracked, starts[sequence.row].num_computed, evicted)
+                num_found = starts[sequence.row].num_computed
+                self.check_start(sequence, samples[sequence.row], num_found, evicted)
         self.flights.append(InFlight(plan, samples))
         self.events["copied"] += len(plan.copies)
         self.operations["chunk" if (plan.num_tokens > 1).any() else "append"] += 1
 
     def check_start(
-        self, sequence: SequenceState, tracked: Tracked, num_found: int, evicted: set[BlockKey]
+        self, sequence: SequenceState, sample: Sample, num_found: int, evicted: set[BlockKey]
     ) -> None:
         """Compare what a sequence starts on with the longest run that may be matched."""
         size, num_known = self.limits.block_size, sequence.num_known
         depth = (num_known - 1) // size
-        while depth and not self.can_start_on(sequence, depth, evicted):
+        while depth and not self.can_start_on(sample, depth, evicted):
             depth -= 1
         if self.kv.partials is None:
             assert num_found <= depth * size, "more was matched than had been computed"
         assert num_found < num_known, "nothing is left to compute"
-        if not evicted:
+        # What was computed over a reset has no keys: it is matched only where others have some.
+        over_a_reset = sequence.num_preemptions and self.operations["reset"]
+        if not evicted and not over_a_reset:
             num_partial = num_found - depth * size
             assert 0 <= num_partial < size, "less was matched than could have been"
             self.events["partly matched"] += num_partial > 0
@@ -319,20 +323,20 @@ class LedgerMachine(RuleBasedStateMachine):
             self.events["resumed"] += 1
             self.resumed += num_found
         else:
-            self.queried += tracked.num_prompt
+            self.queried += sample.num_prompt
             self.hits += num_found
             self.events["started"] += 1
         self.events["hit tokens"] += num_found
 
-    def can_start_on(self, sequence: SequenceState, depth: int, evicted: set[BlockKey]) -> bool:
+    def can_start_on(self, sample: Sample, depth: int, evicted: set[BlockKey]) -> bool:
         """Return whether all that the token behind so many blocks sees can be matched."""
         size = self.limits.block_size
         num_tokens = depth * size
-        for group, window in enumerate(sequence.windows):
+        for group, window in enumerate(sample.windows):
             # The token before it is kept in any case.
             seen = {*seen_positions(num_tokens + 1, window), num_tokens - 1}
             for place in {position // size for position in seen}:
-                key = group_key(sequence.key(place), group)
+                key = group_key(sample.keys[place], group)
                 if key not in self.matchable and key not in evicted:
                     return False
         return True
@@ -452,6 +456,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.kv.close(table)
         self.operations["evict"] += 1
 
+    @rule()
+    def reset(self) -> None:
+        """Have nothing matched any more that was computed before, or is on the blocks held now."""
+        self.batcher.reset_cache()
+        self.follow_changes()
+        assert not self.matchable
+        self.stale_tables = [sequence.table for sequence in self.batcher.running]
+        self.operations["reset"] += 1
+
     # --- what must hold -------------------------------------------------------------------
 
     def follow_changes(self) -> set[BlockKey]:
@@ -477,6 +490,8 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.memory.block(BlockId(block_id)) == self.oracle.slots_of(key)
             num_keys += 1
         assert num_keys == len(self.matchable)
+        for table in self.stale_tables:
+            assert not any(self.kv.index.key_of(block_id) for block_id in table.block_ids)
 
     @invariant()
     def every_sequence_knows_its_tokens(self) -> None:

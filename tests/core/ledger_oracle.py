@@ -67,6 +67,7 @@ class Sample:
         histories: For each token the history that it ends.
         root: The empty history.
         windows: What each layer group attends to.
+        keys: Of its full blocks.
         failing_draw: Output index whose draw raises.
         num_told: Outputs that were told.
         ended: Whether its end was told.
@@ -79,6 +80,7 @@ class Sample:
     histories: list[int]
     root: int
     windows: tuple[AttentionWindow, ...]
+    keys: list[BlockKey]
     failing_draw: int | None = None
     num_told: int = 0
     ended: bool = False
@@ -137,19 +139,6 @@ class LedgerOracle:
         """Write down what a beam is that knows these tokens."""
         return self._sample(list(tokens), num_prompt, scope, None, 0)
 
-    def keys(self, sample: Sample, scope: RequestScope) -> list[BlockKey]:
-        """Hash a sample's blocks, and write down what each key stands for."""
-        size, key, chain = self._limits.block_size, self._scope.root(scope), []
-        for end in range(size, len(sample.tokens) + 1, size):
-            payload = b"".join(t.to_bytes(4, "little") for t in sample.tokens[end - size : end])
-            key = BlockKey(hashlib.sha256(key + payload).digest())
-            content = sample.histories[end - size : end]
-            assert self.content.setdefault(key, content) == content, "one key for two contents"
-            chain.append(key)
-            for group in range(1, len(self._limits.layer_groups)):
-                self.group_of[group_key(key, group)] = (key, group)
-        return chain
-
     def slots_of(self, key: BlockKey) -> list[int]:
         """Return what the slots of a key's block must hold."""
         first, group = self.group_of.get(key, (key, 0))
@@ -167,7 +156,21 @@ class LedgerOracle:
         root = self.histories.root(scope)
         windows = self._windows(scope)
         passed = self._passed(tokens, scope)
-        return Sample(seed, sibling, num_prompt, tokens, passed, root, windows)
+        keys = self._keys(tokens, passed, scope)
+        return Sample(seed, sibling, num_prompt, tokens, passed, root, windows, keys)
+
+    def _keys(self, tokens: list[int], passed: list[int], scope: RequestScope) -> list[BlockKey]:
+        """Hash the full blocks of these tokens, and write down what each key stands for."""
+        size, key, chain = self._limits.block_size, self._scope.root(scope), []
+        for end in range(size, len(tokens) + 1, size):
+            payload = b"".join(t.to_bytes(4, "little") for t in tokens[end - size : end])
+            key = BlockKey(hashlib.sha256(key + payload).digest())
+            content = passed[end - size : end]
+            assert self.content.setdefault(key, content) == content, "one key for two contents"
+            chain.append(key)
+            for group in range(1, len(self._limits.layer_groups)):
+                self.group_of[group_key(key, group)] = (key, group)
+        return chain
 
     def _windows(self, scope: RequestScope) -> tuple[AttentionWindow, ...]:
         """Return what each layer group attends to for the requests of a scope."""

@@ -53,10 +53,13 @@ def walk(seed: int, num_operations: int) -> LedgerMachine:
     def evict() -> None:
         machine.evict(draw.randint(1, 24))
 
-    operations = [submit, machine.plan, commit, cancel, preempt, evict]
+    def reset() -> None:
+        machine.reset()
+
+    operations = [submit, machine.plan, commit, cancel, preempt, evict, reset]
     num_done = 0
     while num_done < num_operations:
-        draw.choices(operations, [5, 20, 20, 1, 2, 1])[0]()
+        draw.choices(operations, [5, 20, 20, 1, 2, 1, 0.3])[0]()
         if machine.operations.total() > num_done:
             machine.check()
             num_done = machine.operations.total()

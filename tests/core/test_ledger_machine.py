@@ -38,7 +38,7 @@ def walk_all(seeds: range) -> tuple[Counter[str], Counter[str]]:
 def test_twenty_thousand_random_operations_break_nothing() -> None:
     operations, events = walk_all(range(20))
     assert operations.total() >= 20_000
-    for name in ("submit", "chunk", "append", "fork", "cancel", "preempt", "evict"):
+    for name in ("submit", "chunk", "append", "fork", "cancel", "preempt", "evict", "reset"):
         assert operations[name] >= 10, f"hardly any {name} among {operations}"
     for name in EVENTS:
         assert events[name] >= 10, f"hardly any were {name}: {events}"
