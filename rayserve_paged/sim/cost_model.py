@@ -105,9 +105,10 @@ class RooflineCost:
     memory_efficiency: float = 0.8
     between_nodes: LinkSpec = _RDMA
     overhead_s: float = 3e-4
+    _per: "_Rates" = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the numbers, and work out once what does not depend on a step."""
         width, heads = self.tensor_parallel_size, self.shape.num_heads
         if not 1 <= width <= heads:
             accepted = f"from 1 to the {heads} query heads of {self.shape.name}"
@@ -118,43 +119,64 @@ class RooflineCost:
                 raise InvalidInputError(field, share, "a share above 0 and at most 1")
         if not self.overhead_s >= 0:
             raise InvalidInputError("overhead_s", self.overhead_s, "a number of seconds from 0")
+        object.__setattr__(self, "_per", self._rates())
 
     def step_seconds(
         self, num_computed: IntArray, num_tokens: IntArray, num_samples: int, num_steps: int
     ) -> FloatArray:
         """As `CostModel.step_seconds`."""
         work = count_work(num_computed, num_tokens, num_steps)
+        per = self._per
+        layers = np.maximum(work.num_tokens * per.token_s, per.weights_s)
+        attention = np.maximum(work.num_pairs * per.pair_s, work.num_context_tokens * per.context_s)
+        reduced = per.reduce_s + work.num_tokens * per.reduce_token_s
+        fixed = self.overhead_s + self.gpu.host_link.transfer_s(TOKEN_BYTES * num_samples)
+        if num_samples:
+            fixed += max(num_samples * per.sample_s, per.head_s)
+        return np.asarray(layers + attention + reduced + fixed, np.float64)
+
+    def _rates(self) -> "_Rates":
         shape, width = self.shape, self.tensor_parallel_size
         flops_per_s = self.gpu.flops * self.compute_efficiency * width
         bytes_per_s = self.gpu.memory_bytes_per_s * self.memory_efficiency
-        layer_weights = shape.num_layers * shape.num_layer_weights
+        num_weights = shape.num_layers * shape.num_layer_weights
+        # Two products, with keys and with values, of two operations per element each.
         pair_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
-        # By token or by pair, against what does not depend on them or is read per context token.
-        layers = np.maximum(
-            work.num_tokens * (2 * layer_weights / flops_per_s),
-            layer_weights * shape.dtype_bytes / width / bytes_per_s,
-        )
-        attention = np.maximum(
-            work.num_pairs * (pair_flops / flops_per_s),
-            work.num_context_tokens * (shape.kv_bytes_per_token(width) / bytes_per_s),
-        )
-        reduce_s, reduce_token_s = self._all_reduce()
-        reduced = 2 * shape.num_layers * (reduce_s + reduce_token_s * work.num_tokens)
-        fixed = self._logits_s(num_samples, flops_per_s, bytes_per_s) + self.overhead_s
-        fixed += self.gpu.host_link.transfer_s(TOKEN_BYTES * num_samples)
-        return np.asarray(layers + attention + reduced + fixed, np.float64)
-
-    def _logits_s(self, num_samples: int, flops_per_s: float, bytes_per_s: float) -> float:
-        if not num_samples:
-            return 0.0
-        num_weights = self.shape.num_head_weights
-        moved = num_weights * self.shape.dtype_bytes / self.tensor_parallel_size / bytes_per_s
-        return max(2 * num_samples * num_weights / flops_per_s, moved)
-
-    def _all_reduce(self) -> tuple[float, float]:
-        """Return the seconds of one all-reduce, and those that each token adds."""
-        width = self.tensor_parallel_size
         link = self.gpu.peer_link if width <= GPUS_PER_NODE else self.between_nodes
-        num_hops = 2 * (width - 1)
-        token_bytes = self.shape.hidden_size * self.shape.dtype_bytes
-        return num_hops * link.latency_s, num_hops * token_bytes / width / link.bytes_per_s
+        num_hops = 2 * shape.num_layers * 2 * (width - 1)
+        token_bytes = shape.hidden_size * shape.dtype_bytes
+        return _Rates(
+            token_s=2 * num_weights / flops_per_s,
+            weights_s=num_weights * shape.dtype_bytes / width / bytes_per_s,
+            pair_s=pair_flops / flops_per_s,
+            context_s=shape.kv_bytes_per_token(width) / bytes_per_s,
+            sample_s=2 * shape.num_head_weights / flops_per_s,
+            head_s=shape.num_head_weights * shape.dtype_bytes / width / bytes_per_s,
+            reduce_s=num_hops * link.latency_s,
+            reduce_token_s=num_hops * token_bytes / width / link.bytes_per_s,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rates:
+    """What each part of a step takes.
+
+    Args:
+        token_s: The layers' matrices, to compute each token.
+        weights_s: The same, to read the weights once.
+        pair_s: Attention, to compute each pair of tokens.
+        context_s: Attention, to read the KV of each context token.
+        sample_s: The logits of each sample, to compute.
+        head_s: The same, to read the matrix once.
+        reduce_s: All all-reduces, however little they carry.
+        reduce_token_s: What each token adds to them.
+    """
+
+    token_s: float
+    weights_s: float
+    pair_s: float
+    context_s: float
+    sample_s: float
+    head_s: float
+    reduce_s: float
+    reduce_token_s: float

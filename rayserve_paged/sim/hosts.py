@@ -234,7 +234,8 @@ class ConsumerHost:
             case Rejected(request_id, _attempt, error):
                 self.consumer.abandon(request_id)
                 self._end(request_id, FinishReason.ERROR, str(error))
-            case ReplicaLost():
+            case ReplicaLost(replica_id, incarnation):
+                self._polled.discard((replica_id, incarnation))
                 self._hand_out(self.consumer.lose([message]))
             case _:
                 assert_never(message)
