@@ -7,7 +7,7 @@ from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.messages import AssignRequest, CancelRequest, FenceReplica, StepFinished
+from rayserve_paged.core.messages import CancelRequest, FenceReplica, StepFinished
 from rayserve_paged.core.request import FinishReason, Request, admit
 
 
@@ -127,10 +127,10 @@ def test_a_replica_that_is_lost_forgets_its_deadlines() -> None:
     stream = driver.submit(request)
     driver.send(FenceReplica("a rank died"))
     driver.tick(3.0)
-    driver.send(AssignRequest(admit(request, driver.limits), ()))
+    late = driver.submit(timed(make_request(range(5), 20, request_id="q1"), 3.0))
     driver.tick(3.0)
     driver.poll()
-    assert end_of(stream) == (FinishReason.ERROR, "a rank died")
+    assert end_of(stream) == end_of(late) == (FinishReason.ERROR, "a rank died")
 
 
 @pytest.mark.parametrize("deadline_s", [0, 0.0, -1.0, float("nan"), float("inf"), "1", True])
