@@ -87,6 +87,8 @@ class ReplicaHost:
         self._heartbeat_s = heartbeat_s
         self._record = record
         self._inbox: queue.SimpleQueue[_Inbound] = queue.SimpleQueue()
+        # Set where something came in that a plan of several steps is to be cut short for.
+        self._interrupt = threading.Event()
         self._lock = threading.Lock()
         self._lost: str | None = None
         self._stop_reason: str | None = None
@@ -150,6 +152,7 @@ class ReplicaHost:
             if self._stop_reason is None:
                 self._stop_reason = reason
                 self._inbox.put(None)
+                self._interrupt.set()
             has_started = self._thread.ident is not None
         if not has_started:
             self._end(reason)
@@ -164,6 +167,13 @@ class ReplicaHost:
             if self._lost is not None:
                 return False
             self._inbox.put(item)
+            match item:
+                case (PollTokens(), _):
+                    # A consumer polls again as soon as it is answered, and gets no token sooner
+                    # by it than when the plan has run.
+                    pass
+                case _:
+                    self._interrupt.set()
             return True
 
     def _lost_error(self) -> ReplicaLostError:
@@ -241,6 +251,8 @@ class ReplicaHost:
 
     def _take_in(self) -> bool:
         """Take in all that is queued; False where the host was told to stop."""
+        # Before, not after: what comes in from here on may be left for the next time.
+        self._interrupt.clear()
         while not self._inbox.empty():
             if not self._dispatch(self._inbox.get()):
                 return False
@@ -291,7 +303,7 @@ class ReplicaHost:
     def _run_step(self) -> StepFinished | StepFailed:
         plan = self._plans.popleft()
         try:
-            result = self._executor.execute(plan, lambda: not self._inbox.empty())
+            result = self._executor.execute(plan, self._interrupt.is_set)
             return StepFinished(result)
         except GroupBrokenError as error:
             return StepFailed(plan.step_id, str(error))

@@ -57,6 +57,7 @@ class CountingExecutor:
     def execute(self, plan: StepPlan, interrupted: Callable[[], bool]) -> StepResult:
         self.threads.add(threading.current_thread().name)
         self.plans.append(plan)
+        self.interrupted = interrupted
         if self.on_execute is not None:
             self.on_execute(plan)
         lengths = (plan.num_computed + plan.num_tokens)[plan.sample_indices]
@@ -168,6 +169,28 @@ def test_requests_are_served_to_their_end_on_one_thread(start: Start) -> None:
     assert ended["b"][0] == [10, 11, 12]
     assert {item.finish for _, item in ended.values()} == {FinishReason.LENGTH}
     assert stage.executor.threads == {"step-r0"}
+
+
+def test_a_poll_cuts_no_plan_short_and_a_request_does(start: Start) -> None:
+    posted = threading.Event()
+    seen: list[bool] = []
+
+    def look(plan: StepPlan) -> None:
+        wait_for(posted)
+        if plan.step_id == 1:
+            for put in (
+                lambda: None,
+                lambda: stage.host.poll(PollTokens(ConsumerId("other"), 1, 0)),
+                lambda: stage.host.post(request("b")),
+            ):
+                put()
+                seen.append(stage.executor.interrupted())
+
+    stage = start(CountingExecutor(look))
+    stage.host.post(request("a"))
+    posted.set()
+    stage.read_to_end("a", "b")
+    assert seen == [False, False, True]
 
 
 def test_a_poll_with_nothing_to_say_is_answered_empty_after_its_timeout(start: Start) -> None:
