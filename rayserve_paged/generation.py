@@ -37,7 +37,9 @@ class _Sample:
         self.finish: FinishReason | None = None
         self.error: str | None = None
         self._sibling = sibling
-        self._has_logprobs = params.logprobs is not None
+        # The tokens of a beam come all at once, and always with their log-probabilities.
+        self._is_beam = params.beam_width is not None
+        self._has_logprobs = params.logprobs is not None or self._is_beam
         self._detokenizer = Detokenizer(tokenizer.token_bytes, params.stop, params.min_tokens)
         self._texts: list[str] = []
         self._token_ids: list[int] = []
@@ -84,7 +86,7 @@ class _Sample:
         assert self.finish is not None, "it has not ended"
         num_tokens = len(self._token_ids)
         tpot_s = None
-        if self.first_token_s is not None and num_tokens > 1:
+        if self.first_token_s is not None and num_tokens > 1 and not self._is_beam:
             tpot_s = (self._last_token_s - self.first_token_s) / (num_tokens - 1)
         return SampleOutput(
             sibling=self._sibling,

@@ -14,16 +14,17 @@ class SampleOutput:
     """What became of one of the parallel samples of a request.
 
     Args:
-        sibling: Which of the samples drawn it is, from 0.
+        sibling: Which of the samples drawn it is, from 0; of a beam search its rank.
         token_ids: Output tokens. Where an end id or stop id ended the output it is the last of
             them; where a stop string did, the token that completed it is.
         text: Text of the output, cut before the stop string that ended it; special tokens have
             none.
         finish_reason: Why it ended.
-        tpot_s: Mean seconds from one token to the next, None with fewer than two tokens.
+        tpot_s: Mean seconds from one token to the next; None with fewer than two tokens, and of a
+            beam search, whose tokens come all at once.
         logprobs: One for each of `token_ids` where asked for, else None.
         cumulative_logprob: Sum of the log-probabilities of `token_ids`, where these were asked
-            for or the samples were ranked by it, else None.
+            for, the samples were ranked by it or a beam search found them, else None.
         error: Reason, where finish_reason is ERROR.
     """
 
@@ -48,7 +49,8 @@ class RequestOutput:
         request_id: As given by the user, or as drawn.
         prompt: Text of the prompt (a chat's after its template), None where ids were given.
         prompt_token_ids: The prompt as the model read it.
-        samples: `n` samples, in the order of their draws. Of `best_of` samples that are more than
+        samples: `n` samples, in the order of their draws; the hypotheses of a beam search, the best
+            first. Of `best_of` samples that are more than
             `n`, those with the highest `cumulative_logprob`, the highest first; one that failed or
             was cancelled comes behind all that were not.
         prompt_logprobs: Where asked for, one for each of `prompt_token_ids`, of which the first is

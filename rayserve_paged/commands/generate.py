@@ -43,6 +43,15 @@ _N = Annotated[int | None, _sampling("Parallel samples of each prompt (1).", "--
 _BestOf = Annotated[
     int | None, _sampling("Samples to draw, of which the --n most likely are returned.")
 ]
+_BeamWidth = Annotated[
+    int | None, _sampling("Beams of a search, whose best --n outputs are returned; absent: none.")
+]
+_LengthPenalty = Annotated[
+    float | None, _sampling("Above 0 a search prefers longer outputs, -10 to 10 (1).")
+]
+_EarlyStopping = Annotated[
+    str | None, _sampling("When a search with all its outputs ends: true, false or never (false).")
+]
 _MaxTokens = Annotated[int | None, _sampling("Most output tokens (16).")]
 _MinTokens = Annotated[int | None, _sampling("Fewest output tokens (0).")]
 _Temperature = Annotated[float | None, _sampling("0 is greedy (1.0).")]
@@ -117,6 +126,9 @@ def generate(
     timings: _Timings = False,
     n: _N = None,
     best_of: _BestOf = None,
+    beam_width: _BeamWidth = None,
+    length_penalty: _LengthPenalty = None,
+    early_stopping: _EarlyStopping = None,
     max_tokens: _MaxTokens = None,
     min_tokens: _MinTokens = None,
     temperature: _Temperature = None,
@@ -155,6 +167,9 @@ def generate(
     sampling = {
         "n": n,
         "best_of": best_of,
+        "beam_width": beam_width,
+        "length_penalty": length_penalty,
+        "early_stopping": {"true": True, "false": False}.get(early_stopping or "", early_stopping),
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
         "temperature": temperature,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayserve_paged.core import policy, preemption
+from rayserve_paged.core.beam_commit import end_beams, preempt_beams, reserve_rows
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockId, Row
 from rayserve_paged.core.kv_manager import KVManager, Prefix
@@ -79,6 +80,11 @@ class Batcher:
         return len(self.queue) + len(self.prefix_waits.parked)
 
     @property
+    def num_reserved_rows(self) -> int:
+        """Rows kept free for siblings that are not born yet, and for beams."""
+        return self._batch.num_reserved_rows
+
+    @property
     def can_plan(self) -> bool:
         """Whether another step may be put in flight."""
         return len(self._batch.flights) < self.pipeline_depth
@@ -136,10 +142,17 @@ class Batcher:
         assert sequence.phase is Phase.WAITING
         self.queue.add(sequence)
 
-    def end(self, sequence: SequenceState, finish: FinishReason) -> None:
-        """Take a sequence out before its own end. Blocks that a step in flight writes stay held
-        until that step has finished.
+    def end(self, sequence: SequenceState, finish: FinishReason, error: str | None = None) -> None:
+        """Take a sequence out before its own end, and all beams of its search with it. Blocks that
+        a step in flight writes stay held until that step has finished.
         """
+        if sequence.beam is not None:
+            if all(beam.phase is Phase.WAITING for beam in sequence.together):
+                self.prefix_waits.remove(sequence.beam.first)
+                self.queue.remove(sequence.beam.first)
+            end_beams(self._batch, sequence.beam, finish, error)
+            self.queue.settle(sequence.beam.first)
+            return
         sequence.finish = finish
         if sequence.phase is Phase.WAITING:
             sequence.phase = Phase.ENDED
@@ -160,11 +173,17 @@ class Batcher:
     def preempt(self, sequence: SequenceState) -> None:
         """Take a running sequence's blocks away; it resumes by recomputing what the cache lost.
 
+        Beams give way together: a lone one could stand still.
+
         Raises:
             AssertionError: A step in flight writes its blocks.
         """
-        self._batch.preempt(sequence)
         self.num_preemptions += 1
+        if sequence.beam is not None:
+            preempt_beams(self._batch, sequence.beam)
+            self.add(sequence.beam.first)
+            return
+        self._batch.preempt(sequence)
         self.add(sequence)
 
     def reset_cache(self) -> None:
@@ -202,7 +221,10 @@ class Batcher:
                 break
             # Whoever is served last gives way, and the budget is dealt anew without it, so that
             # a victim is never part of the step.
-            if self._batch.is_in_flight(scheduled) or self._may_release():
+            in_flight = any(
+                s.row is not None and self._batch.is_in_flight(s) for s in scheduled.together
+            )
+            if in_flight or self._may_release():
                 return None
             self.preempt(scheduled)
         copied = self._planner.copy_tails(scheduled[0])
@@ -226,6 +248,9 @@ class Batcher:
         for news in committed.news:
             if isinstance(news, Progress) and news.finish is not None:
                 self.queue.settle(news.sequence)
+        for search in committed.beams:
+            if search.finish is not None:
+                self.queue.settle(search.first)
         return committed
 
     def abandon(self) -> None:
@@ -269,6 +294,8 @@ class Batcher:
             started.append((row, chunk, chunk == pending))
             budget -= chunk
             promised += sequence.table.num_growing(sequence.num_known)
+            if sequence.beam is not None:
+                promised += sequence.beam.num_blocks_to_enter
         if not started:
             return scheduled, copies
         new_rows, chunks, sampling = zip(*started, strict=True)
@@ -295,7 +322,12 @@ class Batcher:
                 num_promised += batch.sequence(row).table.num_growing(int(batch.known[row]))
             rows = rows[~windowed]
         places = -(-batch.known[rows] // block_size) - batch.slots[rows] // block_size
-        return num_promised + int(places.clip(0).sum()) * self.kv.num_layer_groups
+        num_promised += int(places.clip(0).sum()) * self.kv.num_layer_groups
+        if batch.num_beams:
+            searches = {sequence.beam for sequence in batch.order}
+            searches -= {sequence.beam for sequence in without}
+            num_promised += sum(search.num_blocks_to_enter for search in searches if search)
+        return num_promised
 
     def _next_to_start(
         self, promised: int, *, others_run: bool
@@ -341,7 +373,7 @@ class Batcher:
         """
         # Siblings that are to be born write a block each as well; alone, a group always starts.
         others = self.num_running + self._batch.num_reserved_rows - num_leaving
-        num_running = others + sequence.num_unborn if others else 0
+        num_running = others + sequence.num_rows_beside if others else 0
         return num_running * self.kv.num_layer_groups
 
     def _num_tokens_to_spare(self, sequence: SequenceState, prefix: Prefix, promised: int) -> int:
@@ -373,12 +405,14 @@ class Batcher:
             room: What others would leave that are to be preempted for it.
         """
         batch = self._batch
-        if batch.num_open_rows + room.rows < sequence.num_unborn + 1:
+        if batch.num_open_rows + room.rows < sequence.num_rows_beside + 1:
             return False
         known = sequence.num_known
         table = BlockTable(self.kv.block_size, matched, sequence.windows)
         held = self.kv.pool.num_cached_of([*table.block_ids, *source])
         held += len(room.block_ids.intersection(table.block_ids))
+        if sequence.beam is not None:
+            held += sequence.beam.num_blocks_to_enter
         return policy.can_admit(
             num_blocks_needed=table.num_growing(known) + held,
             num_blocks_available=self.kv.pool.num_available + len(room.block_ids),
@@ -401,7 +435,7 @@ class Batcher:
         matched = self.kv.match(urgent.keys, urgent.num_matchable, urgent.windows)
         victims: list[SequenceState] = []
         for victim in preemption.who_gives_way_to(self._batch, urgent):
-            victims.append(victim)
+            victims += [each for each in victim.together if each.row is not None]
             room = preemption.room_of(self.kv.pool, victims)
             if self._fits(urgent, matched, self._num_blocks_promised(victims), room=room):
                 break
@@ -410,7 +444,8 @@ class Batcher:
         if any(map(self._batch.is_in_flight, victims)):
             return False
         for victim in victims:
-            self.preempt(victim)
+            if victim.phase is Phase.RUNNING:  # Not gone with another beam of its search.
+                self.preempt(victim)
         return True
 
     def _is_urgent(self, waiting: SequenceState | None) -> bool:
@@ -435,4 +470,7 @@ class Batcher:
             self.num_hit_tokens += num_computed
         else:
             self.num_resumed_tokens += num_computed
-        return self._batch.enter(sequence, num_computed)
+        row = self._batch.enter(sequence, num_computed)
+        if sequence.beam is not None:
+            reserve_rows(self._batch, sequence.beam)
+        return row

@@ -242,7 +242,7 @@ class Controller:
             request.request_id, request.attempt, replica_id, live.incarnation, max_tokens
         )
         live.requests[request.request_id] = admitted
-        live.num_seqs += admitted.params.num_siblings
+        live.num_seqs += admitted.params.num_rows
         live.num_pending_tokens += _promised_tokens(admitted)
         self._placed[request.request_id] = (request, placed)
         return [
@@ -261,7 +261,7 @@ class Controller:
         limits = self._batch.max_num_waiting, self._batch.max_pending_tokens
         if limits == (None, None):
             return replicas
-        size = request.params.num_siblings, _promised_tokens(request)
+        size = request.params.num_rows, _promised_tokens(request)
         open_ones = {
             replica_id: live
             for replica_id, live in replicas.items()
@@ -292,7 +292,7 @@ class Controller:
     def _forget_request(self, live: _LiveReplica, request: Request) -> None:
         del live.requests[request.request_id]
         del self._placed[request.request_id]
-        live.num_seqs -= request.params.num_siblings
+        live.num_seqs -= request.params.num_rows
         live.num_pending_tokens -= _promised_tokens(request)
 
     def _why_none(self) -> str:

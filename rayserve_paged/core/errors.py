@@ -49,9 +49,11 @@ class CapacityError(InvalidInputError):
     Args:
         num_prompt_tokens: Length of the prompt.
         max_tokens: Output tokens asked for.
-        num_blocks_needed: Blocks for `num_prompt_tokens + max_tokens - 1` KV slots.
+        num_blocks_needed: Blocks for `num_prompt_tokens + max_tokens - 1` KV slots, those behind
+            the prompt's full blocks once for each beam.
         num_blocks: Blocks of the pool.
         block_size: Slots per block.
+        beam_width: Beams of the request, 1 where it has no search.
     """
 
     def __init__(
@@ -61,9 +63,16 @@ class CapacityError(InvalidInputError):
         num_blocks_needed: int,
         num_blocks: int,
         block_size: int,
+        beam_width: int = 1,
     ) -> None:
         PagedError.__init__(
-            self, num_prompt_tokens, max_tokens, num_blocks_needed, num_blocks, block_size
+            self,
+            num_prompt_tokens,
+            max_tokens,
+            num_blocks_needed,
+            num_blocks,
+            block_size,
+            beam_width,
         )
         self.field = "max_tokens"
         self.value = max_tokens
@@ -73,13 +82,16 @@ class CapacityError(InvalidInputError):
         self.num_blocks_needed = num_blocks_needed
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.beam_width = beam_width
 
     def __str__(self) -> str:
+        beams = f" and beam_width={self.beam_width}" if self.beam_width > 1 else ""
+        lower = "max_tokens or beam_width" if beams else "max_tokens"
         return (
-            f"a prompt of {self.num_prompt_tokens} tokens with max_tokens={self.max_tokens} needs "
-            f"{self.num_blocks_needed} blocks of {self.block_size} slots, and the pool has "
+            f"a prompt of {self.num_prompt_tokens} tokens with max_tokens={self.max_tokens}{beams} "
+            f"needs {self.num_blocks_needed} blocks of {self.block_size} slots, and the pool has "
             f"{self.num_blocks} ({self.num_blocks * self.block_size} slots): shorten the prompt, "
-            f"lower max_tokens or give the cache more blocks"
+            f"lower {lower} or give the cache more blocks"
         )
 
 

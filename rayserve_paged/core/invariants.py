@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from rayserve_paged.core.batcher import Batcher
+from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.block_identity import extend_chain
 from rayserve_paged.core.block_pool import BlockPool, BlockState
 from rayserve_paged.core.errors import LedgerError
@@ -143,6 +144,12 @@ def check(replica: Replica) -> None:
     for sequence in batcher.running:
         _check_running(replica, sequence)
     _check_prefix_waits(batcher)
+    searches = {s.beam for s in replica.sequences if s.beam is not None}
+    for search in searches:
+        _check_beams(replica, search)
+    reserved = sum(sequence.num_unborn for sequence in batcher.running)
+    reserved += sum(search.num_reserved_rows for search in searches)
+    _require(batcher.num_reserved_rows == reserved, "rows are reserved for nobody")
     for sequence in batcher.retiring:
         _require(sequence.phase is Phase.ENDED, "a sequence that retires has not ended")
     if not batcher.in_flight:
@@ -178,6 +185,34 @@ def _check_prefix_waits(batcher: Batcher) -> None:
         _require(target > sequence.num_sealed, "a sequence waits for a block that is sealed")
         same = sequence.keys[target - 1] == waiter.keys[target - 1]
         _require(same, "a sequence waits for a block of another chain")
+
+
+def _check_beams(replica: Replica, search: BeamGroup) -> None:
+    sequences, width = search.sequences, search.rules.width
+    _require(search.finish is None, "a search that has ended is still listed")
+    _require(0 < len(sequences) <= width, f"{len(sequences)} beams in a search of {width}")
+    siblings = {sequence.sibling for sequence in sequences}
+    _require(siblings <= set(range(width)), f"beams are numbered {siblings}")
+    _require(len(siblings) == len(sequences), "two beams have one number")
+    _require(set(sequences) <= set(replica.sequences), "a beam is not listed")
+    outputs = {tuple(s.tokens) for s in replica.batcher.running if s.beam is search}
+    in_rows = [sequence for sequence in sequences if sequence.row is not None]
+    _require(len(outputs) == len(in_rows), "two beams have the same tokens")
+    _require(len({sequence.num_known for sequence in sequences}) == 1, "beams are not level")
+    totals = [beam.cumulative for beam in search.beams]
+    _require(totals == sorted(totals, reverse=True), "the best beam is not the first")
+    _require(
+        all(len(beam.logprobs) == beam.sequence.num_outputs for beam in search.beams),
+        "a beam has a token without its log-probability",
+    )
+    whole = not in_rows or len(in_rows) == len(sequences) or in_rows == [search.first]
+    _require(whole, "a search has started in part")
+    missing = width - len(in_rows) if in_rows else 0
+    _require(search.num_reserved_rows == missing, f"not {missing} rows of a search are reserved")
+    for beam in search.beams:
+        if beam.candidates is not None:
+            computed = replica.batcher.num_computed(beam.sequence)
+            _require(computed == beam.sequence.num_known, "a proposal has outrun its beam")
 
 
 def _check_running(replica: Replica, sequence: SequenceState) -> None:

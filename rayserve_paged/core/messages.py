@@ -147,8 +147,9 @@ class StepResult:
         step_id: Of the plan.
         token_ids: int32 [num_steps_run, num_samples], in plan order. A plan of several steps may
             be interrupted after any of them.
-        logprobs: For the samples that asked for them: index -> log-probabilities. Plans of several
-            steps have none.
+        logprobs: For the samples that asked for them: index -> log-probabilities. For a beam `top`
+            lists its candidates (`beam_search.num_candidates`), and its token id means nothing.
+            Plans of several steps have none.
         errors: For the samples that raised in the last step run, which is the last for all:
             index -> reason. Their token id means nothing.
         prompt_logprobs: One for each token of `StepPlan.scored`, in its order.
@@ -181,13 +182,14 @@ class StreamName:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamItem:
-    """What is new of one stream: its first token, its end, or a token with log-probabilities.
+    """What is new of one stream: its first token, its end, or a token with log-probabilities; all
+    of a hypothesis at once.
 
     Args:
         name: The stream.
         index: Output index of the first token here; a consumer drops what it already has.
         token_ids: New output tokens; may be empty on the last item.
-        logprobs: One for each token where asked for, else empty.
+        logprobs: One for each token where asked for, and of a beam search, else empty.
         num_cached_tokens: Prompt tokens taken from the prefix cache at first admission.
         finish: Set on the last item.
         error: Reason, where finish is ERROR or CANCELLED.

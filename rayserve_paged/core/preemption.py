@@ -19,7 +19,7 @@ class Room(NamedTuple):
     """What preempting some sequences would leave.
 
     Args:
-        rows: Theirs, those kept for their unborn siblings included.
+        rows: Theirs, those kept for their unborn siblings and for beams included.
         block_ids: Blocks that nobody else holds.
     """
 
@@ -36,12 +36,18 @@ def who_gives_way(batch: RunningBatch, num_short: int) -> SequenceState:
         batch: At least one sequence runs.
         num_short: Blocks that are missing.
     """
-    candidates = batch.order[1:][-NUM_CANDIDATES:]
-    return _victim(batch, candidates, num_short) if candidates else batch.order[0]
+    first = batch.order[0]
+    candidates = batch.order[1:]
+    if first.beam is not None:
+        # Beams give way together.
+        candidates = [sequence for sequence in candidates if sequence.beam is not first.beam]
+    candidates = candidates[-NUM_CANDIDATES:]
+    return _victim(batch, candidates, num_short) if candidates else first
 
 
 def who_gives_way_to(batch: RunningBatch, urgent: SequenceState) -> list[SequenceState]:
-    """Return who could give way to a waiting sequence, the first to be asked first.
+    """Return who could give way to a waiting sequence, the first to be asked first; of the beams
+    of a search one, which stands for all.
 
     These are less urgent than it; equally urgent ones never give way to a newcomer.
     """
@@ -49,7 +55,8 @@ def who_gives_way_to(batch: RunningBatch, urgent: SequenceState) -> list[Sequenc
     victims = []
     while lower:
         victim = _victim(batch, lower[-NUM_CANDIDATES:], 1)
-        lower.remove(victim)
+        gone = victim.together
+        lower = [sequence for sequence in lower if sequence not in gone]
         victims.append(victim)
     return victims
 
@@ -58,7 +65,9 @@ def room_of(pool: BlockPool, sequences: Sequence[SequenceState]) -> Room:
     """Return what preempting these sequences would leave."""
     held = Counter(block_id for sequence in sequences for block_id in sequence.table.block_ids)
     freed = frozenset(block_id for block_id, count in held.items() if pool.count(block_id) == count)
-    return Room(sum(1 + sequence.num_unborn for sequence in sequences), freed)
+    num_rows = sum(1 + sequence.num_unborn for sequence in sequences)
+    searches = {sequence.beam for sequence in sequences if sequence.beam is not None}
+    return Room(num_rows + sum(search.num_reserved_rows for search in searches), freed)
 
 
 def _victim(

@@ -8,6 +8,8 @@ from typing import assert_never
 
 from rayserve_paged.core.accounting import Accounting, account
 from rayserve_paged.core.batcher import Batcher
+from rayserve_paged.core.beam_group import BeamGroup
+from rayserve_paged.core.beam_streams import beam_items
 from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.config import BatchConfig, TimeoutConfig
@@ -33,7 +35,7 @@ from rayserve_paged.core.messages import (
 )
 from rayserve_paged.core.outbox import Outbox
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request
-from rayserve_paged.core.sequence import SequenceState
+from rayserve_paged.core.sequence import Phase, SequenceState
 from rayserve_paged.core.step_commit import Committed, Progress
 from rayserve_paged.core.waiting_queue import WaitingQueue
 
@@ -205,6 +207,12 @@ class Replica:
             if leader is not None and leader.finish is FinishReason.CANCELLED:
                 # It was withdrawn, and has done its part.
                 del siblings[0]
+        for search in committed.beams:
+            if search.finish is not None:
+                self._tell_beams(search)
+            else:
+                live = {sequence.sibling: sequence for sequence in search.sequences}
+                self._sequences[search.first.request.request_id] = live
         for news in committed.news:
             if isinstance(news, Progress):
                 self._tell(news)
@@ -212,9 +220,23 @@ class Replica:
                 self._outbox.put(*news)
 
     def _end(self, sequence: SequenceState, finish: FinishReason, error: str | None) -> None:
-        """End a sequence from outside."""
-        self.batcher.end(sequence, finish)
+        """End a sequence from outside, and all beams of its search with it."""
+        if sequence.phase is Phase.ENDED:
+            return  # With another beam of its search.
+        self.batcher.end(sequence, finish, error)
+        if sequence.beam is not None:
+            self._tell_beams(sequence.beam)
+            return
         self._tell(Progress(sequence, sequence.num_outputs, None, None, finish, error))
+
+    def _tell_beams(self, search: BeamGroup) -> None:
+        """Give all streams of a search that has ended what they get."""
+        request = search.first.request
+        for item in beam_items(search):
+            self._outbox.put(request.consumer_id, item)
+        del self._sequences[request.request_id]
+        self._deadlines.remove(request.request_id)
+        self._finished.append((request.request_id, request.attempt))
 
     def _tell(self, progress: Progress) -> None:
         sequence, index, token_id, logprobs, finish, error = progress
@@ -262,6 +284,9 @@ class Replica:
         for sequence in self._siblings(event.request_id):
             if sequence.request.attempt != event.attempt:
                 continue
+            if sequence.beam is not None and event.sibling is not None:
+                self._withdraw_output(sequence, sequence.beam, event.sibling)
+                return
             if event.sibling is not None and sequence.num_unborn:
                 self._withdraw(sequence, event.sibling)
             elif event.sibling in (None, sequence.sibling):
@@ -276,6 +301,17 @@ class Replica:
             return
         self._put_end(leader.request, sibling, FinishReason.CANCELLED, _CANCELLED)
         self.batcher.withdraw(leader, sibling)
+
+    def _withdraw_output(self, beam: SequenceState, search: BeamGroup, rank: int) -> None:
+        """Cancel one of the outputs of a search, which the others need; the last ends it."""
+        request = beam.request
+        if rank in search.withdrawn or not 0 <= rank < request.params.n:
+            return
+        if len(search.withdrawn) == request.params.n - 1:
+            self._end(beam, FinishReason.CANCELLED, _CANCELLED)
+            return
+        self._put_end(request, rank, FinishReason.CANCELLED, _CANCELLED)
+        search.withdrawn.add(rank)
 
     def _end_late(self, now: float) -> None:
         """End the requests whose deadline has come."""

@@ -12,6 +12,14 @@ from rayserve_paged.core.attention_window import (
     longest_held,
     num_blocks_held,
 )
+from rayserve_paged.core.beam_params import (
+    MAX_BEAM_WIDTH,
+    MAX_LENGTH_PENALTY,
+    check_beams,
+    most_blocks,
+    most_tokens,
+)
+from rayserve_paged.core.beam_search import EarlyStopping
 from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
@@ -36,6 +44,7 @@ _RANGES = {
     "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
     "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "length_penalty": (-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
 }
 
 
@@ -80,6 +89,14 @@ class SamplingParams:
         n: Parallel samples of one prompt, which is computed once.
         best_of: Samples to draw, of which the `n` with the highest cumulative log-probability are
             returned, best first; None for `n`, in the order of their draws.
+        beam_width: Search instead of drawing: so many beams are followed, and the `n` hypotheses
+            of the highest scores are returned, best first, all at the end. 1 to 64; None for no
+            search. See docs/beam-search.md for what goes with it.
+        length_penalty: The score of a hypothesis is its cumulative log-probability over its number
+            of tokens to this power: above 0 longer ones score better. -10 to 10.
+        early_stopping: When a search that has `beam_width` hypotheses ends: True at once; False
+            when no beam, as long as it is, scores better than the worst of them; "never" when no
+            beam could at any length.
         max_tokens: Most output tokens; None for all that the model's limit and the pool leave.
             Clamped to what the model's limit leaves after the prompt.
         min_tokens: Fewest output tokens: no end id, stop id or stop string ends it earlier.
@@ -112,6 +129,9 @@ class SamplingParams:
 
     n: int = 1
     best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -136,6 +156,9 @@ class SamplingParams:
         if self.best_of is not None:
             accepted = f"an integer from n={self.n} to {MAX_SIBLINGS}, or None for n"
             _integer("best_of", self.best_of, accepted, self.n, MAX_SIBLINGS)
+        if self.beam_width is not None:
+            accepted = f"an integer from 1 to {MAX_BEAM_WIDTH}, or None"
+            _integer("beam_width", self.beam_width, accepted, 1, MAX_BEAM_WIDTH)
         self._check_stopping()
         accepted = "a number above 0 and at most 1"
         if _number("top_p", self.top_p, accepted, 0.0, 1.0) == 0.0:
@@ -161,11 +184,19 @@ class SamplingParams:
             normal["allowed_token_ids"] = _allowed_ids(self.allowed_token_ids)
         for field, value in normal.items():
             object.__setattr__(self, field, value)
+        check_beams(self)
+        if self.beam_width is not None:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def num_siblings(self) -> int:
-        """Samples to draw: `best_of`, or `n`."""
+        """Samples to draw, or hypotheses to return: `best_of`, or `n`."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that run at once for it: its beams, or its samples."""
+        return self.num_siblings if self.beam_width is None else self.beam_width
 
     @property
     def has_penalties(self) -> bool:
@@ -334,7 +365,8 @@ class Request:
         return tuple(window.tighter(own) for window in layer_groups)
 
     def num_blocks_needed(self, limits: ModelLimits) -> int:
-        """Return the blocks that one of its samples needs at once, at its full length.
+        """Return the blocks that one of its samples, or all of its beams, need at once, at their
+        full length.
 
         Args:
             limits: Of the replica; `params.max_tokens` is set.
@@ -342,7 +374,13 @@ class Request:
         assert self.params.max_tokens is not None
         # The last token sampled needs no slot.
         num_tokens = len(self.prompt_token_ids) + self.params.max_tokens - 1
-        return num_blocks_held(self.windows(limits.layer_groups), num_tokens, limits.block_size)
+        alone = num_blocks_held(self.windows(limits.layer_groups), num_tokens, limits.block_size)
+        width, max_tokens = self.params.beam_width, self.params.max_tokens
+        if width is None or max_tokens == 1:
+            return alone
+        num_prompt = len(self.prompt_token_ids)
+        sharing = most_blocks(num_prompt, max_tokens, width, limits.block_size)
+        return min(sharing * len(limits.layer_groups), width * alone)
 
 
 def admit(request: Request, limits: ModelLimits) -> Request:
@@ -389,10 +427,14 @@ def admit(request: Request, limits: ModelLimits) -> Request:
             raise InvalidInputError("allowed_token_ids", allowed, accepted)
     if num_prompt == 0:
         raise InvalidInputError("prompt_token_ids", [], "at least one token")
-    if params.num_siblings > limits.max_num_seqs:
+    if params.num_rows > limits.max_num_seqs:
         field = "n" if params.best_of is None else "best_of"
+        field = field if params.beam_width is None else "beam_width"
         accepted = f"at most {limits.max_num_seqs}, the sequences that run at once"
-        raise InvalidInputError(field, params.num_siblings, accepted)
+        raise InvalidInputError(field, params.num_rows, accepted)
+    if params.beam_width is not None and params.n > limits.vocab_size:
+        accepted = f"at most {limits.vocab_size} with beam_width, the size of the vocabulary"
+        raise InvalidInputError("n", params.n, accepted)
     if num_prompt >= limits.max_model_len:
         raise InvalidInputError(
             "prompt",
@@ -401,11 +443,16 @@ def admit(request: Request, limits: ModelLimits) -> Request:
             f"{limits.max_model_len} includes at least one output token",
         )
     left = limits.max_model_len - num_prompt
+    width, block_size = params.beam_width or 1, limits.block_size
     if params.max_tokens is None:
+        num_groups = len(limits.layer_groups)
         windows = request.windows(limits.layer_groups)
         longest = longest_held(windows, limits.num_blocks, limits.block_size, limits.max_model_len)
         # The last token sampled needs no slot, hence the one beyond the pool.
-        max_tokens = max(1, min(left, longest + 1 - num_prompt))
+        fitting = longest + 1 - num_prompt
+        if width > 1:
+            fitting = most_tokens(num_prompt, width, block_size, limits.num_blocks // num_groups)
+        max_tokens = max(1, min(left, fitting))
     else:
         max_tokens = min(params.max_tokens, left)
     params = dataclasses.replace(
@@ -414,7 +461,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     request = dataclasses.replace(request, params=params)
     needed = request.num_blocks_needed(limits)
     if needed > limits.num_blocks:
-        raise CapacityError(num_prompt, max_tokens, needed, limits.num_blocks, limits.block_size)
+        raise CapacityError(num_prompt, max_tokens, needed, limits.num_blocks, block_size, width)
     return request
 
 

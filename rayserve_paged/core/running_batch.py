@@ -126,13 +126,16 @@ class RunningBatch:
         # The tail block may be shared with a sibling.
         self.forked = np.zeros(num_rows, np.bool_)
         self.num_forked = 0
+        # Rows that hold beams of a search; their tokens are chosen together.
+        self.is_beam = np.zeros(num_rows, np.bool_)
+        self.num_beams = 0
         # Not to be scheduled before the step in flight has finished: it is to be forked.
         self.held_back = np.zeros(num_rows, np.bool_)
         # Rows whose sequence or table the ranks do not know yet.
         self.unannounced: set[int] = set()
         # Rows with prompt tokens that no step in flight or before has scored.
         self.scoring: set[int] = set()
-        # Rows kept free for siblings that are not born yet.
+        # Rows kept free for siblings that are not born yet, and for beams.
         self.num_reserved_rows = 0
         self.flights: deque[Flight] = deque()
         # Ended, but in a step that still writes their blocks; True where these are to be discarded.
@@ -199,7 +202,11 @@ class RunningBatch:
         self.num_unborn[row] = sequence.num_unborn
         self.num_reserved_rows += sequence.num_unborn
         self.alive[row] = True
-        self.plain[row] = sequence.num_outputs > 0 and sequence.request.params.logprobs is None
+        is_beam = sequence.beam is not None
+        self.is_beam[row] = is_beam
+        self.num_beams += is_beam
+        details = is_beam or sequence.request.params.logprobs is not None
+        self.plain[row] = sequence.num_outputs > 0 and not details
         self.held_back[row] = False
         self.unannounced.add(row)
         if sequence.scores is not None and not sequence.scores.is_complete:
@@ -267,6 +274,7 @@ class RunningBatch:
         self.unannounced.discard(row)
         self.scoring.discard(row)
         self.num_reserved_rows -= sequence.num_unborn
+        self.num_beams -= sequence.beam is not None
         self.alive[row] = False
         self.prefix_waits.leave(sequence)
         self._order.remove(sequence)

@@ -5,6 +5,7 @@ import enum
 from array import array
 
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
+from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.block_identity import extend_chain
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockKey, ConsumerId, Row, StepId
@@ -40,10 +41,14 @@ class SequenceState:
         num_siblings: Parallel samples of the request. This sequence is the first; the others
             are forked from it when the prompt is computed.
         layer_groups: What the layers of each group of the model attend to at most.
+
+    With a `beam_width` it is one beam of `beam`, the search that all beams of the request share;
+    the first one begins it.
     """
 
     __slots__ = (
         "arrival",
+        "beam",
         "finish",
         "keys",
         "max_known",
@@ -113,6 +118,11 @@ class SequenceState:
         self.scores: PromptScores | None = None
         if params.prompt_logprobs is not None:
             self.scores = PromptScores(self.num_prompt)
+        self.beam: BeamGroup | None = None
+        if params.beam_width is not None:
+            # Its streams are told of at the end; beams are forked as the search goes.
+            self.num_unborn = 0
+            self.beam = BeamGroup(self)
 
     @property
     def consumer_id(self) -> ConsumerId:
@@ -148,21 +158,41 @@ class SequenceState:
     def num_promised_outputs(self) -> int:
         """Output tokens that it, and what is to be forked from it, may still get."""
         num_samples = 1 + self.num_unborn - len(self.withdrawn)
+        if self.beam is not None:
+            num_samples = self.beam.rules.width
         return (self.max_known - len(self.tokens)) * num_samples
+
+    @property
+    def together(self) -> tuple["SequenceState", ...]:
+        """Those that start, give way and end as one with this sequence, itself among them."""
+        return (self,) if self.beam is None else self.beam.sequences
+
+    @property
+    def num_rows_beside(self) -> int:
+        """Rows that must be free besides its own before it starts."""
+        return self.num_unborn if self.beam is None else self.beam.rules.width - 1
 
     def order_key(self) -> tuple[int, int, int]:
         """Return what decides who goes first: priority, then arrival, then sibling."""
         return self.priority, self.arrival, self.sibling
 
-    def fork(self, sibling: int, table: BlockTable) -> "SequenceState":
-        """Return a sibling that knows the prompt, on a table of its own."""
+    def fork(
+        self, sibling: int, table: BlockTable, num_known: int | None = None
+    ) -> "SequenceState":
+        """Return a sibling on a table of its own.
+
+        Args:
+            sibling: Its number.
+            table: The blocks of its tokens.
+            num_known: Tokens that it takes over; the prompt's where None.
+        """
         child = copy.copy(self)
         child.sibling = sibling
         child.name = StreamName(self.request.request_id, self.request.attempt, sibling)
         child.num_unborn = 0
         child.withdrawn = frozenset()
         child.keys = list(self.keys)
-        child.tokens = self.tokens[: self.num_prompt]
+        child.tokens = self.tokens[: self.num_prompt if num_known is None else num_known]
         child.table = table
         child.row = None
         child.num_preemptions = 0

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rayserve_paged.core.beam_commit import end_beams, take_in_candidates
+from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.ids import ConsumerId
 from rayserve_paged.core.messages import IntArray, StepResult, TokenLogprobs, TokenRun
 from rayserve_paged.core.request import FinishReason
@@ -38,10 +40,12 @@ class Committed(NamedTuple):
     Args:
         news: Progress of single sequences, and for each consumer runs of further tokens.
         born: Siblings that were forked.
+        beams: Searches whose beams have changed, or that have ended.
     """
 
     news: list[Progress | tuple[ConsumerId, TokenRun]]
     born: list[SequenceState]
+    beams: list[BeamGroup]
 
 
 class StepCommit:
@@ -57,7 +61,7 @@ class StepCommit:
         self._batch = batch
         self._flight = flight
         self._result = result
-        self._committed = Committed([], [])
+        self._committed = Committed([], [], [])
 
     def run(self) -> Committed:
         """Do it, once."""
@@ -99,6 +103,10 @@ class StepCommit:
                 ]
                 continue
             sequence = batch.sequence(row)
+            if sequence.beam is not None:
+                end_beams(batch, sequence.beam, FinishReason.ERROR, reason, discard=True)
+                self._committed.beams.append(sequence.beam)
+                continue
             batch.sync(sequence)
             sequence.finish = FinishReason.ERROR
             self._committed.news.append(
@@ -170,15 +178,19 @@ class StepCommit:
         """Append one step's samples, and say what is to be told of them."""
         batch, flight = self._batch, self._flight
         rows, tokens, indices = flight.sampled, token_ids, None
-        check = ended_before or bool(flight.forks or self._result.errors or batch.retiring)
+        check = ended_before or batch.num_beams > 0
+        check |= bool(flight.forks or self._result.errors or batch.retiring)
         if flight.steady is not None and not check and not batch.may_stop(tokens).any():
             self._take_in_steady(tokens)
             return
+        if batch.num_beams:
+            self._committed.beams.extend(take_in_candidates(batch, rows, self._result.logprobs))
         forks = [first for first in flight.forks if batch.alive[rows[first]]]
         if check:
-            # Without ghosts, and with one sample of each row: a fork hands out the others.
+            # Without ghosts and beams, and one sample of each row: a fork hands out the others.
             taken = batch.alive[rows]
             taken[1:] &= rows[1:] != rows[:-1]
+            taken &= ~batch.is_beam[rows]
             indices = np.flatnonzero(taken)
             rows, tokens = rows[indices], tokens[indices]
         if not len(rows):

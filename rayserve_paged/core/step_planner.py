@@ -99,7 +99,7 @@ class StepPlanner:
     def _deal_budget(self, newcomers: Callable[[], bool]) -> Scheduled:
         batch = self._batch
         rows = batch.rows
-        if batch.flights:
+        if batch.flights or batch.num_beams:
             # The last token of all needs no KV.
             known = np.minimum(batch.known[rows] + batch.ahead[rows], batch.max_known[rows] - 1)
             pending = known - batch.end[rows]
@@ -295,6 +295,9 @@ class StepPlanner:
         indices = np.flatnonzero(samples).astype(np.int32)
         sampled = rows[indices]
         siblings = batch.sibling[sampled]
+        if batch.num_beams:
+            # Which beams go on, and with which tokens, is decided for all at once.
+            batch.held_back[sampled[batch.is_beam[sampled]]] = True
         if not batch.num_reserved_rows:
             return indices, siblings, []
         unborn = batch.num_unborn[sampled]

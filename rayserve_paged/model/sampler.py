@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from rayserve_paged.core.messages import TokenLogprobs
+from rayserve_paged.model.beam_candidates import beam_candidates
 from rayserve_paged.model.logit_processors import process_logits
 from rayserve_paged.model.philox import uniform_draws
 from rayserve_paged.model.sampling_row import SamplingRow
@@ -47,8 +48,8 @@ class Sampler:
 
         Returns:
             int32 [num_rows] token ids; log-probabilities by row index, for rows that ask for
-            them; reasons by row index, for rows without a choice. The token id of a row with a
-            reason means nothing.
+            them, and of beams their candidates; reasons by row index, for rows without a choice.
+            The token id of a row with a reason, or of a beam, means nothing.
         """
         num_rows, vocab_size = logits.shape
         assert num_rows == len(rows)
@@ -71,7 +72,10 @@ class Sampler:
         edited = [
             index
             for index, row in enumerate(rows)
-            if row.params.temperature == 0 and row.is_edited and index not in errors
+            if row.params.temperature == 0
+            and row.params.beam_width is None
+            and row.is_edited
+            and index not in errors
         ]
         for part, values in _edited_logits(logits, edited, rows, errors):
             token_ids[part] = values.argmax(axis=1)
@@ -81,11 +85,15 @@ class Sampler:
         reported = [
             index
             for index, row in enumerate(rows)
-            if row.params.logprobs is not None and index not in errors
+            if (row.params.logprobs is not None or row.params.beam_width is not None)
+            and index not in errors
         ]
-        logprobs = {}
+        logprobs: dict[int, TokenLogprobs] = {}
         for part, values in _chunks(logits, reported):
             for index, raw in zip(part, values, strict=True):
+                if rows[index].params.beam_width is not None:
+                    logprobs[index] = beam_candidates(raw, rows[index], scratch)
+                    continue
                 count = rows[index].params.logprobs
                 logprobs[index] = token_logprobs(raw, int(token_ids[index]), count, scratch)
         return token_ids, logprobs, errors

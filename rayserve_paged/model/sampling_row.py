@@ -84,6 +84,12 @@ class SamplingRow:
         object.__setattr__(self, "logit_edits", edits)
 
     @property
+    def num_end_ids(self) -> int:
+        """Ids that end the output."""
+        eos = () if self.params.ignore_eos else self.eos_token_ids
+        return len({*eos, *self.params.stop_token_ids})
+
+    @property
     def withheld_ids(self) -> Ids:
         """Ids that would end the output and may not be chosen yet."""
         withheld = self.output_position + 1 < self.params.min_tokens

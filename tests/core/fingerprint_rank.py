@@ -7,7 +7,7 @@ missing changes the stream.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
+from rayserve_paged.core.beam_search import num_candidates
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.ids import Row
 from rayserve_paged.core.messages import (
@@ -90,6 +91,18 @@ def score(slots: Slots, target: int, num_top: int) -> TokenLogprobs:
     )
 
 
+def token_logprobs(slots: Slots, vocab_size: int) -> list[float]:
+    """Hash a history to what stands for the log-probabilities of a beam's next tokens: sixteenths
+    from -3 to 0, so that sums are exact and equals are common.
+    """
+    digest = hashlib.blake2b(slots.tobytes(), digest_size=16).digest()
+    return [
+        -(hashlib.blake2b(digest, digest_size=1, salt=token.to_bytes(4, "little")).digest()[0] % 49)
+        / 16
+        for token in range(vocab_size)
+    ]
+
+
 class ScheduledRow(NamedTuple):
     """What one row computed in one step."""
 
@@ -133,6 +146,7 @@ class FingerprintRank:
         tokens: list[npt.NDArray[np.int32]] = []
         errors: dict[int, str] = {}
         prompt_logprobs: list[TokenLogprobs] = []
+        logprobs: dict[int, TokenLogprobs] = {}
         for _step in range(plan.num_steps):
             if _step > 0:
                 computed, num_tokens = computed + num_tokens, np.ones_like(num_tokens)
@@ -148,13 +162,14 @@ class FingerprintRank:
             if plan.scored is not None:
                 prompt_logprobs += self._score(plan.scored, scheduled)
             row_tokens, errors = self._sample(plan, scheduled)
+            logprobs = self._propose(plan, scheduled)
             tokens.append(np.array(row_tokens, np.int32))
             if errors or (self.interrupt is not None and self.interrupt()):
                 break
         sampled_rows = plan.rows[plan.sample_indices].tolist()
         # Of this plan alone: what an older one sampled is known by now.
         self.sampled = dict(zip(sampled_rows, tokens[-1].tolist(), strict=True))
-        return StepResult(plan.step_id, np.stack(tokens), {}, errors, tuple(prompt_logprobs))
+        return StepResult(plan.step_id, np.stack(tokens), logprobs, errors, tuple(prompt_logprobs))
 
     def _copy(self, copies: npt.NDArray[np.int32]) -> None:
         block_size = self.limits.block_size
@@ -225,6 +240,32 @@ class FingerprintRank:
             tokens.append(next_token(slots, start.params, output_index, vocab_size, int(sibling)))
         return tokens, errors
 
+    def _propose(self, plan: StepPlan, scheduled: list[ScheduledRow]) -> dict[int, TokenLogprobs]:
+        """List the candidates of the samples that are beams."""
+        proposed: dict[int, TokenLogprobs] = {}
+        for sample, index in enumerate(plan.sample_indices.tolist()):
+            row, num_computed, num_tokens, _samples = scheduled[index]
+            start = self.starts[row]
+            params = start.params
+            if params.beam_width is None:
+                continue
+            eos = () if params.ignore_eos else self.limits.eos_token_ids
+            ends = {*eos, *params.stop_token_ids}
+            num_read = num_computed + num_tokens
+            early = num_read - start.num_prompt_tokens + 1 < params.min_tokens
+            possible = [
+                (token_id, logprob)
+                for token_id, logprob in enumerate(
+                    token_logprobs(self.read(row, num_read), self.limits.vocab_size)
+                )
+                if not (early and token_id in ends)
+                and (params.allowed_token_ids is None or token_id in params.allowed_token_ids)
+            ]
+            possible.sort(key=lambda candidate: -candidate[1])
+            top = tuple(possible[: num_candidates(params.beam_width, len(ends))])
+            proposed[sample] = TokenLogprobs(top[0][1], top)
+        return proposed
+
     def _places(self, row: Row | int, positions: Positions, layer_group: int) -> Positions:
         block_size = self.limits.block_size
         num_groups = len(self.limits.layer_groups)
@@ -247,12 +288,12 @@ def prompt_oracle(
     assert num_top is not None
     windows = request.windows(layer_groups)
     return tuple(
-        score(_seen(request, tokens[:end], windows), tokens[end], num_top)
+        score(seen(request, tokens[:end], windows), tokens[end], num_top)
         for end in range(1, len(tokens))
     )
 
 
-def _seen(request: Request, tokens: list[int], windows: tuple[AttentionWindow, ...]) -> Slots:
+def seen(request: Request, tokens: Sequence[int], windows: tuple[AttentionWindow, ...]) -> Slots:
     positions = np.arange(len(tokens))
     seen = []
     for group, window in enumerate(windows):
@@ -272,7 +313,7 @@ def oracle(request: Request, limits: ModelLimits, sibling: int = 0) -> Expected:
     windows = request.windows(limits.layer_groups)
     outputs: list[int] = []
     while True:
-        slots = _seen(request, tokens, windows)
+        slots = seen(request, tokens, windows)
         token = next_token(slots, params, len(outputs), limits.vocab_size, sibling)
         tokens.append(token)
         outputs.append(token)

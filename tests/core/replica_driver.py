@@ -85,7 +85,7 @@ def make_request(
     attachments: tuple[Attachment, ...] = (),
     window: int | None = None,
     num_sink_tokens: int = 0,
-    **params: float | tuple[int, ...] | None,
+    **params: float | str | tuple[int, ...] | None,
 ) -> Request:
     fields = {"temperature": 0.0, "seed": 0} | params
     return Request(

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any, get_args
 
 import pytest
+from beam_oracle import toy_beams
 from fingerprint_rank import Expected, oracle, prompt_oracle, visible
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -48,6 +49,12 @@ LAYER_GROUPS = (
     (AttentionWindow(2), FULL_ATTENTION, AttentionWindow(6)),
 )
 # Prompts are cut from these, so that they share prefixes of every length.
+ENDINGS: tuple[tuple[float, bool | str], ...] = (
+    (1.0, False),
+    (0.0, True),
+    (2.0, "never"),
+    (-1.0, False),
+)
 STORIES = (
     [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8],
     [3, 1, 4, 1, 7, 7, 7, 7, 7, 7, 7, 7],
@@ -96,6 +103,7 @@ class Tracked:
         poison: (output index, sibling) of the draw that raises; None for the sibling means all.
         due: When its deadline is, on the replica's clock.
         cancelled_siblings: Those that were cancelled alone.
+        num_steps: Of its search; None where it has none.
     """
 
     request: Request
@@ -103,6 +111,7 @@ class Tracked:
     poison: tuple[int, int | None] | None
     due: float = math.inf
     cancelled_siblings: set[int] = dataclasses.field(default_factory=set)
+    num_steps: int | None = None
     cancelled: bool = False
     abandoned: bool = False
     lapsed: bool = False
@@ -247,11 +256,19 @@ class ReplicaMachine(RuleBasedStateMachine):
         """Return whether a request can run here; check how it is refused where it cannot."""
         params, limits = request.params, self.limits
         assert params.max_tokens is not None
-        if params.n > limits.max_num_seqs:
+        width = params.beam_width or 1
+        if max(params.n, width) > limits.max_num_seqs:
             with pytest.raises(InvalidInputError, match="sequences that run at once"):
                 admit(request, limits)
             return False
         num_blocks = most_blocks_at_once(request, limits)
+        if params.beam_width is not None and params.max_tokens > 1:
+            # Beams share what is full of the prompt, and it may be that nothing else is.
+            num_tokens = len(request.prompt_token_ids) + params.max_tokens - 1
+            shared = len(request.prompt_token_ids) // limits.block_size
+            own = -(-num_tokens // limits.block_size) - shared
+            num_groups = len(limits.layer_groups)
+            num_blocks = min(width * num_blocks, (shared + width * own) * num_groups)
         if num_blocks > limits.num_blocks:
             with pytest.raises(CapacityError) as refused:
                 admit(request, limits)
@@ -285,6 +302,46 @@ class ReplicaMachine(RuleBasedStateMachine):
             # Poison goes by the seed, which the two share.
             self.open(request, tracked.poison)
 
+    @rule(
+        story=st.sampled_from(STORIES),
+        num_prompt=st.sampled_from([5, 4, 7, 3, 8, 1]),
+        max_tokens=st.sampled_from([6, 9, 3, 2, 1]),
+        consumer=st.sampled_from(CONSUMERS),
+        priority=st.sampled_from([0, 0, -1, 2]),
+        width=st.sampled_from([3, 2, 4, 1]),
+        num_outputs=st.sampled_from([1, 2, 4]),
+        ending=st.sampled_from(ENDINGS),
+        poison=st.sampled_from([*[None] * 5, (0, None), (2, None)]),
+    )
+    def submit_a_search(
+        self,
+        story: list[int],
+        num_prompt: int,
+        max_tokens: int,
+        consumer: str,
+        priority: int,
+        width: int,
+        num_outputs: int,
+        ending: tuple[float, bool | str],
+        poison: tuple[int, int | None] | None,
+    ) -> None:
+        request = make_request(
+            story[:num_prompt],
+            max_tokens,
+            request_id=f"q{self.num_submitted}",
+            consumer_id=consumer,
+            priority=priority,
+            seed=self.num_submitted,
+            n=min(num_outputs, width),
+            beam_width=width,
+            length_penalty=ending[0],
+            early_stopping=ending[1],
+            prompt_logprobs=1 if width == 3 else None,
+        )
+        self.num_submitted += 1
+        if self.is_admitted(request):
+            self.open(request, poison)
+
     def open(self, request: Request, poison: tuple[int, int | None] | None) -> None:
         assert request.params.seed is not None
         if poison is not None:
@@ -295,12 +352,16 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.assigned[request.request_id, request.attempt] += 1
         self.driver.submit(request)
         reader = self.driver.reader(request.consumer_id)
-        samples = [
-            (oracle(request, self.limits, sibling), reader.stream(request, sibling))
-            for sibling in range(request.params.n)
-        ]
+        num_steps = None
+        if request.params.beam_width is None:
+            expected = [oracle(request, self.limits, s) for s in range(request.params.n)]
+        else:
+            found, num_steps = toy_beams(request, self.limits)
+            expected = [Expected(one.token_ids, one.finish) for one in found]
+        streams = [reader.stream(request, sibling) for sibling in range(request.params.n)]
+        samples = list(zip(expected, streams, strict=True))
         due = math.inf if request.deadline_s is None else self.driver.now + request.deadline_s
-        self.tracked.append(Tracked(request, samples, poison, due))
+        self.tracked.append(Tracked(request, samples, poison, due, num_steps=num_steps))
         self.keep_answers("late")
 
     def live(self) -> list[Tracked]:
@@ -494,10 +555,10 @@ class ReplicaMachine(RuleBasedStateMachine):
                 assert self.driver.now >= tracked.due
             elif stream.finish is FinishReason.ERROR and not tracked.fenced:
                 assert stream.error == f"draw {draw} is poisoned"
-                assert len(stream.token_ids) == draw
+                assert len(stream.token_ids) == (draw if tracked.num_steps is None else 0)
             elif stream.finish is not FinishReason.ERROR:
                 assert (stream.token_ids, stream.finish) == expected
-                assert draw is None or len(stream.token_ids) <= draw
+                assert draw is None or (tracked.num_steps or len(stream.token_ids)) <= draw
 
     def check_reports(self) -> None:
         reports = self.driver.reports

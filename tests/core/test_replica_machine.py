@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from replica_machine import (
     CONSUMERS,
+    ENDINGS,
     IDENTITIES,
     LAYER_GROUPS,
     LEASE_S,
@@ -49,6 +50,19 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
             draw.choice([(None, 0), (None, 0), (1, 0), (2, 3), (3, 0), (4, 5), (7, 2), (99, 0)]),
         )
 
+    def search() -> None:
+        machine.submit_a_search(
+            draw.choice(STORIES),
+            draw.randint(1, 9),
+            draw.randint(1, 9),
+            draw.choice(CONSUMERS),
+            draw.choice([0, 0, -1, 2]),
+            draw.randint(1, 5),
+            draw.randint(1, 5),
+            draw.choice(ENDINGS),
+            draw.choice([*[None] * 10, (0, None), (2, None), (4, None)]),
+        )
+
     def submit_again() -> None:
         if machine.tracked:
             machine.submit_under_a_name_that_was_used(draw.randint(0, 999))
@@ -84,8 +98,17 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
         machine.step(draw.choice(["read", "late", "lost"]), draw.randint(1, 6))
 
     for _ in range(num_operations):
-        actions = [submit, submit_again, take_another_turn, touch_a_live_one, read, wait, step]
-        draw.choices(actions, [6, 2, 3, 3, 10, 6, 16])[0]()
+        actions = [
+            submit,
+            search,
+            submit_again,
+            take_another_turn,
+            touch_a_live_one,
+            read,
+            wait,
+            step,
+        ]
+        draw.choices(actions, [6, 3, 2, 3, 3, 10, 6, 16])[0]()
         machine.every_stream_is_a_prefix_of_the_oracles()
         machine.work_is_never_left_without_a_step()
         machine.all_figures_add_up()

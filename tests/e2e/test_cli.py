@@ -116,6 +116,16 @@ def test_log_probabilities_of_a_prompt_are_listed_one_for_each_token(run: Run) -
     assert all(position["logprob"] <= position["top"][0][1] for position in others)
 
 
+def test_the_best_beams_are_listed_best_first(run: Run) -> None:
+    args = ["--prompt", "x", "--json", "--beam-width", "3", "--n", "2", "--max-tokens", "5"]
+    args += ["--length-penalty", "0", "--early-stopping", "true"]
+    (row,) = run(*FINGERPRINT, *args).rows
+    assert list(row) == [*KEYS, "cumulative_logprob", "samples"]
+    sums = [sample["cumulative_logprob"] for sample in row["samples"]]
+    assert sums == sorted(sums, reverse=True)
+    assert [len(sample["token_ids"]) for sample in row["samples"]] == [5, 5]
+
+
 def test_several_samples_of_a_prompt_are_listed(run: Run) -> None:
     args = ["--prompt", "x", "--json", "--seed", "3", "--n", "3"]
     (row,) = run(*FINGERPRINT, *args).rows
@@ -296,6 +306,8 @@ def test_every_sampling_parameter_may_be_set_by_a_line(run: Run, tmp_path: Path)
         (["--max-tokens", "2000"], "needs 126 blocks of 16 slots, and the pool has 64"),
         (["--n", "0"], "n=0 is not accepted"),
         (["--n", "9", "--max-num-seqs", "8"], "n=9 is not accepted: expected at most 8"),
+        (["--beam-width", "2", "--n", "3"], "n=3 is not accepted: expected at most beam_width=2"),
+        (["--beam-width", "2", "--early-stopping", "x"], "early_stopping='x' is not accepted"),
         (["--n", "2", "--best-of", "1"], "best_of=1 is not accepted: expected an integer from n=2"),
         (["--min-p", "nan"], "min_p=nan is not accepted"),
         (["--repetition-penalty", "0"], "repetition_penalty=0.0 is not accepted"),

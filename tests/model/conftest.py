@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from random_llama import make_llama
 
 from rayserve_kernels.attention import AttentionMetadata
 from rayserve_paged.model.build import StepModel
@@ -19,6 +20,8 @@ from rayserve_paged.model.parallel import Collectives, SoloCollectives
 from rayserve_paged.model.row_content import RowContent
 from rayserve_paged.model.spec import LlamaSource
 from rayserve_paged.model.step_batch import StepBatch
+
+__all__ = ["make_llama"]
 
 TIMEOUT_S = 60.0
 
@@ -225,47 +228,3 @@ def smollm2() -> Iterator[LlamaSource]:
         source = resolve_model("smollm2", Path(directory))
         assert isinstance(source, LlamaSource)
         yield source
-
-
-@pytest.fixture(scope="session")
-def make_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A directory with a random Llama; keyword arguments go into its configuration."""
-
-    def make(vocab_tokens: int | None = None, **settings: object) -> Path:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        from transformers.models.llama.configuration_llama import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaForCausalLM
-
-        values: dict[str, Any] = {
-            "hidden_size": 48,
-            "intermediate_size": 50,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
-            "head_dim": 8,
-            "vocab_size": 101,
-            "max_position_embeddings": 256,
-            "eos_token_id": 5,
-            "tie_word_embeddings": False,
-            **settings,
-        }
-        config = LlamaConfig(**values)
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
-        directory = tmp_path_factory.mktemp("llama")
-        model.save_pretrained(directory)
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[
-            : vocab_tokens or values["vocab_size"]
-        ]
-        tokenizer = Tokenizer(
-            models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[])
-        )
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.save(str(directory / "tokenizer.json"))
-        return directory
-
-    return make
