@@ -374,13 +374,17 @@ class Request:
         assert self.params.max_tokens is not None
         # The last token sampled needs no slot.
         num_tokens = len(self.prompt_token_ids) + self.params.max_tokens - 1
-        alone = num_blocks_held(self.windows(limits.layer_groups), num_tokens, limits.block_size)
+        windows = self.windows(limits.layer_groups)
+        alone = num_blocks_held(windows, num_tokens, limits.block_size)
         width, max_tokens = self.params.beam_width, self.params.max_tokens
         if width is None or max_tokens == 1:
             return alone
+        if any(window.size is not None for window in windows):
+            # Beams that gave way come back without counting on each other (`BeamGroup.leave`).
+            return width * alone
         num_prompt = len(self.prompt_token_ids)
         sharing = most_blocks(num_prompt, max_tokens, width, limits.block_size)
-        return min(sharing * len(limits.layer_groups), width * alone)
+        return sharing * len(limits.layer_groups)
 
 
 def admit(request: Request, limits: ModelLimits) -> Request:

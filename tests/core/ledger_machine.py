@@ -24,13 +24,15 @@ from rayserve_paged.core.attention_window import (
     AttentionWindow,
     group_key,
 )
+from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.config import BatchConfig, QueuePolicy
+from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import BlockId, BlockKey, Incarnation, RequestId
 from rayserve_paged.core.messages import StepPlan, TokenRun
 from rayserve_paged.core.replica import Replica
-from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.request import FinishReason, Request, admit
 from rayserve_paged.core.sequence import Phase, SequenceState
 from rayserve_paged.core.step_commit import Committed, Progress
 
@@ -239,6 +241,48 @@ class LedgerMachine(RuleBasedStateMachine):
         self.add(request, samples[0].keys, scope, samples)
         self.operations["submit"] += 1
 
+    @rule(
+        story=st.sampled_from(STORIES),
+        num_prompt=st.integers(1, 10),
+        max_tokens=st.integers(1, 8),
+        scope=st.sampled_from(SCOPES),
+        priority=st.sampled_from([0, 0, -1, 2]),
+        width=st.integers(1, 4),
+        ending=st.sampled_from(ENDINGS),
+    )
+    def submit_a_search(
+        self,
+        story: tuple[int, ...],
+        num_prompt: int,
+        max_tokens: int,
+        scope: RequestScope,
+        priority: int,
+        width: int,
+        ending: tuple[float, bool | str],
+    ) -> None:
+        request = make_request(
+            story[:num_prompt],
+            max_tokens,
+            request_id=f"q{self.num_submitted}",
+            priority=priority,
+            tenant_salt=scope.tenant_salt,
+            adapter=scope.adapter,
+            window=None if scope.window is None else scope.window.size,
+            num_sink_tokens=0 if scope.window is None else scope.window.num_sink_tokens,
+            beam_width=width,
+            length_penalty=ending[0],
+            early_stopping=ending[1],
+        )
+        try:
+            admit(request, self.limits)
+        except (CapacityError, InvalidInputError):
+            return
+        prompt = story[:num_prompt]
+        outputs = self.oracle.search(prompt, request.params, scope)
+        keys = self.oracle.beam(prompt, num_prompt, scope).keys
+        self.add(request, keys, scope, [], outputs)
+        self.operations["submit"] += 1
+
     def add(
         self,
         request: Request,
@@ -355,9 +399,22 @@ class LedgerMachine(RuleBasedStateMachine):
             )
         for child in committed.born:
             self.tracked[child.request.request_id].sequences[child.sibling] = child
-        kind = "fork" if committed.born else "commit"
+        kind = "beam step" if committed.beams else "fork" if committed.born else "commit"
         self.operations[kind] += 1
         self.hear(committed)
+        for search in committed.beams:
+            self.hear_of_a_search(search)
+
+    def hear_of_a_search(self, search: BeamGroup) -> None:
+        request_id = search.first.request.request_id
+        tracked = self.tracked[request_id]
+        if search.finish is None:
+            tracked.sequences = {sequence.sibling: sequence for sequence in search.sequences}
+            return
+        assert search.finish is FinishReason.STOP
+        assert [one.token_ids for one in search.hypotheses] == tracked.outputs
+        del self.tracked[request_id]
+        self.events["searched"] += 1
 
     def num_trimmed(self) -> dict[int, int]:
         """Return for each running sequence how many of its blocks no token sees any more."""
@@ -440,7 +497,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def preempt(self, pick: int) -> None:
         """Take the blocks of any sequence that no step in flight writes."""
         busy = {row for flight in self.flights for row in flight.plan.rows.tolist()}
-        idle = [sequence for sequence in self.batcher.running if sequence.row not in busy]
+        idle = [
+            sequence
+            for sequence in self.batcher.running
+            if not any(each.row in busy for each in sequence.together)
+        ]
         if idle:
             self.batcher.preempt(idle[pick % len(idle)])
             self.operations["preempt"] += 1

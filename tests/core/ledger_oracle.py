@@ -8,10 +8,12 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
+from beam_oracle import beam_search
+
 from rayserve_paged.core.attention_window import FULL_ATTENTION, AttentionWindow, group_key
 from rayserve_paged.core.block_identity import BlockScope, RequestScope
 from rayserve_paged.core.ids import BlockKey
-from rayserve_paged.core.request import ModelLimits
+from rayserve_paged.core.request import ModelLimits, SamplingParams
 
 
 class Histories:
@@ -49,6 +51,15 @@ class Histories:
             mixed = (mixed + seed * 0xBF58476D1CE4E5B9 + sibling * 0x94D049BB133111EB) % (1 << 64)
             mixed ^= mixed >> 31
         return (mixed >> 7) % self.vocab_size
+
+    def logprobs(self, history: int) -> list[float]:
+        """Return what stands for the log-probabilities of the tokens that may follow: sixteenths
+        from -3 to 0, so that sums are exact and equals are common.
+        """
+        mixed = self._mixed[history]
+        return [
+            -((mixed * (2 * token_id + 1) >> 23) % 49) / 16 for token_id in range(self.vocab_size)
+        ]
 
     def _new(self, mixed: int) -> int:
         self._mixed.append(mixed)
@@ -138,6 +149,17 @@ class LedgerOracle:
     def beam(self, tokens: Sequence[int], num_prompt: int, scope: RequestScope) -> Sample:
         """Write down what a beam is that knows these tokens."""
         return self._sample(list(tokens), num_prompt, scope, None, 0)
+
+    def search(
+        self, prompt: Sequence[int], params: SamplingParams, scope: RequestScope
+    ) -> list[tuple[int, ...]]:
+        """Return what a search finds, best first."""
+
+        def next_logprobs(token_ids: Sequence[int]) -> list[float]:
+            return self.histories.logprobs(self._passed(token_ids, scope)[-1])
+
+        found, _num_steps = beam_search(next_logprobs, prompt, params, self._limits.eos_token_ids)
+        return [one.token_ids for one in found]
 
     def slots_of(self, key: BlockKey) -> list[int]:
         """Return what the slots of a key's block must hold."""

@@ -3,7 +3,7 @@
 import argparse
 import random
 
-from ledger_machine import LAYER_GROUPS, POLICIES, SCOPES, STORIES, LedgerMachine
+from ledger_machine import ENDINGS, LAYER_GROUPS, POLICIES, SCOPES, STORIES, LedgerMachine
 
 REPLAY = "replay it: python tests/core/ledger_walk.py --seed {seed} --operations {num_operations}"
 
@@ -39,6 +39,18 @@ def walk(seed: int, num_operations: int) -> LedgerMachine:
             draw.choice([*[None] * 12, (0, 0), (1, 0), (2, 1), (0, 2)]),
         )
 
+    def submit_a_search() -> None:
+        if len(machine.tracked) <= 12:
+            machine.submit_a_search(
+                draw.choice(STORIES),
+                draw.randint(1, 10),
+                draw.randint(1, 8),
+                draw.choice(SCOPES),
+                draw.choice([0, 0, -1, 2]),
+                draw.randint(1, 4),
+                draw.choice(ENDINGS),
+            )
+
     def commit() -> None:
         if machine.flights:
             machine.commit()
@@ -56,10 +68,10 @@ def walk(seed: int, num_operations: int) -> LedgerMachine:
     def reset() -> None:
         machine.reset()
 
-    operations = [submit, machine.plan, commit, cancel, preempt, evict, reset]
+    operations = [submit, submit_a_search, machine.plan, commit, cancel, preempt, evict, reset]
     num_done = 0
     while num_done < num_operations:
-        draw.choices(operations, [5, 20, 20, 1, 2, 1, 0.3])[0]()
+        draw.choices(operations, [5, 1, 20, 20, 1, 2, 1, 0.3])[0]()
         if machine.operations.total() > num_done:
             machine.check()
             num_done = machine.operations.total()

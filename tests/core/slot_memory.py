@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from ledger_oracle import Histories, Sample, seen_positions
 
+from rayserve_paged.core.beam_search import num_candidates
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.ids import BlockId
-from rayserve_paged.core.messages import RowStart, StepPlan, StepResult
+from rayserve_paged.core.messages import RowStart, StepPlan, StepResult, TokenLogprobs
 
 UNWRITTEN = -1
 
@@ -78,7 +79,21 @@ class SlotMemory:
         of_sample = [rows[index] for index in plan.sample_indices.tolist()]
         self._sampled = dict(zip(of_sample, taken[-1], strict=True))
         result = np.array(taken, np.int32).reshape(len(taken), len(of_sample))
-        return StepResult(plan.step_id, result, {}, errors)
+        return StepResult(plan.step_id, result, self._propose(plan, ends), errors)
+
+    def _propose(self, plan: StepPlan, ends: Sequence[int]) -> dict[int, TokenLogprobs]:
+        """List the candidates of the samples that are beams."""
+        proposed: dict[int, TokenLogprobs] = {}
+        for sample, index in enumerate(plan.sample_indices.tolist()):
+            row = int(plan.rows[index])
+            width = self._starts[row].params.beam_width
+            if width is not None:
+                logprobs = self._histories.logprobs(self._last_history(row, ends[index]))
+                order = sorted(range(len(logprobs)), key=lambda token_id: -logprobs[token_id])
+                most = num_candidates(width, num_end_ids=1)
+                top = tuple((token_id, logprobs[token_id]) for token_id in order[:most])
+                proposed[sample] = TokenLogprobs(top[0][1], top)
+        return proposed
 
     def _tokens(self, plan: StepPlan) -> list[list[int]]:
         flat = plan.token_ids.tolist()

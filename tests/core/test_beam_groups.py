@@ -560,3 +560,12 @@ def test_random_searches_part_early_and_late() -> None:
                 if len(outputs) == 4 and len(outputs[0]) > 2:
                     numbers.add(len({tokens[:-2] for tokens in outputs}))
     assert numbers >= {1, 2, 3}
+
+
+def test_a_search_with_a_window_is_refused_where_its_beams_could_not_come_back() -> None:
+    # Beams that gave way are each promised blocks of their own: 3 beams of 2.
+    request = make_request(range(3), 3, beam_width=3, window=3, num_sink_tokens=1)
+    with pytest.raises(CapacityError) as refused:
+        admit(request, make_limits(num_blocks=5, block_size=3))
+    assert refused.value.num_blocks_needed == 6
+    assert admit(request, make_limits(num_blocks=6, block_size=3)).params.max_tokens == 3
