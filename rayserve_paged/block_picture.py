@@ -1,13 +1,14 @@
 """Pictures of block pools for a terminal."""
 
+from collections import Counter
 from typing import Final
 
 from rich.text import Text
 
 from rayserve_paged.core.accounting import Accounting
 
-_STYLES: Final = {".": "dim", "#": "blue", "=": "bold green", "o": "yellow"}
-_NAMES: Final = {".": "free", "#": "held", "=": "shared", "o": "cached"}
+_STYLES: Final = {".": "dim", "#": "blue", "=": "bold green", "p": "magenta", "o": "yellow"}
+_NAMES: Final = {".": "free", "#": "held", "=": "shared", "p": "pinned", "o": "cached"}
 
 
 def block_picture(ledger: Accounting, width: int) -> Text:
@@ -28,15 +29,9 @@ def block_picture(ledger: Accounting, width: int) -> Text:
 
 def legend(ledger: Accounting) -> Text:
     """Name the letters of a pool's picture, and count them."""
-    shared = ledger.num_shared_blocks
-    counts = {
-        ".": ledger.num_free_blocks,
-        "#": ledger.num_held_blocks - shared,
-        "=": shared,
-        "o": ledger.num_cached_blocks,
-    }
+    counts = Counter(ledger.block_map)
     line = Text()
-    for letter, count in counts.items():
-        line.append(f"{letter} ", _STYLES[letter]).append(f"{_NAMES[letter]} {count}   ")
+    for letter, name in _NAMES.items():
+        line.append(f"{letter} ", _STYLES[letter]).append(f"{name} {counts[letter]}   ")
     line.rstrip()
     return line

@@ -203,6 +203,8 @@ def _print_ledger(moment: str, accounting: DeploymentAccounting, console: Consol
         "allocated_slots",
         "internal_fragmentation_slots",
         "prefix_sharing_saved_slots",
+        "num_cached_blocks",
+        "num_pinned_blocks",
     ):
         console.print(f"  {name}={getattr(accounting, name)}", highlight=False)
     for replica_id, ledger in accounting.replicas.items():

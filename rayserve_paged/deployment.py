@@ -8,11 +8,14 @@ from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.messages import (
     Delivery,
+    PinAnswered,
+    PinPrefix,
     Placed,
     PollTokens,
     Rejected,
     ReplicaLost,
     SubmitRequest,
+    UnpinPrefix,
 )
 from rayserve_paged.core.request import ModelLimits
 
@@ -67,6 +70,17 @@ class Deployment(Protocol):
         Requests that run meanwhile go on unharmed, and what they compute on the blocks that they
         have is not cached. Replicas that are lost have no cache.
         """
+        ...
+
+    async def pin_prefix(self, event: PinPrefix) -> tuple[tuple[ReplicaId, PinAnswered], ...]:
+        """Keep the cached blocks of a prefix on every replica, ordered by replica id.
+
+        Replicas that are lost are left out; one that starts later has no pins.
+        """
+        ...
+
+    async def unpin_prefix(self, event: UnpinPrefix) -> None:
+        """Let go of a pin on every replica. Idempotent."""
         ...
 
     def shutdown(self) -> None:

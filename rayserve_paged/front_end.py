@@ -18,12 +18,13 @@ from rayserve_paged.core.errors import (
     PagedError,
     RequestFailedError,
 )
-from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
-from rayserve_paged.core.request import MAX_SEED, Request, SamplingParams, admit
+from rayserve_paged.core.ids import Attempt, ConsumerId, PinId, RequestId
+from rayserve_paged.core.messages import PinPrefix, UnpinPrefix
+from rayserve_paged.core.request import MAX_SEED, Request, SamplingParams, admit, check_token_ids
 from rayserve_paged.deployment import Deployment
 from rayserve_paged.generation import Generation, Job
 from rayserve_paged.model.tokenizer import Tokenizer
-from rayserve_paged.outputs import DeploymentAccounting, RequestOutput, StreamChunk
+from rayserve_paged.outputs import DeploymentAccounting, Pin, RequestOutput, StreamChunk
 
 Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Sequence[Any]]
 """A text, token ids, {"messages": [{"role": TEXT, "content": TEXT}, ...]} for a chat, or
@@ -276,6 +277,31 @@ class FrontEnd:
     async def reset_cache(self) -> None:
         """Forget the prefix caches of all replicas."""
         await self._deployment.reset_cache()
+
+    async def pin_prefix(self, prompt: Prompt, pin_id: str | None) -> Pin:
+        """Keep the cached blocks of a prompt on every replica that has them.
+
+        Raises:
+            InvalidInputError: At the prompt or the name.
+            PinLimitError: On some replica pins would hold too much; it is pinned on none.
+        """
+        _text, token_ids, attachments = self._tokenize(prompt)
+        if attachments:
+            raise InvalidInputError("prompt", prompt, "a prompt without attachments")
+        check_token_ids("prompt", token_ids, self._deployment.limits.vocab_size)
+        if pin_id is not None and not (isinstance(pin_id, str) and pin_id):
+            raise InvalidInputError("pin_id", pin_id, "a non-empty string, or None")
+        name = PinId(pin_id or secrets.token_hex(8))
+        answers = await self._deployment.pin_prefix(PinPrefix(name, token_ids))
+        for _replica_id, answer in answers:
+            if answer.refused is not None:
+                await self._deployment.unpin_prefix(UnpinPrefix(name))
+                raise answer.refused
+        return Pin(name, {replica_id: answer.num_tokens for replica_id, answer in answers})
+
+    async def unpin(self, pin_id: str) -> None:
+        """Let go of a pin on every replica; an unknown name is ignored."""
+        await self._deployment.unpin_prefix(UnpinPrefix(PinId(pin_id)))
 
     async def close(self) -> None:
         """Cancel what is open; streams that are read raise RequestFailedError."""

@@ -34,6 +34,8 @@ from rayserve_paged.core.messages import (
     Delivery,
     EndDeployment,
     LoseReplica,
+    PinAnswered,
+    PinPrefix,
     Placed,
     PollTokens,
     RegisterReplica,
@@ -44,6 +46,7 @@ from rayserve_paged.core.messages import (
     StopReplica,
     SubmitRequest,
     TakeDown,
+    UnpinPrefix,
     WithdrawRequest,
 )
 from rayserve_paged.core.request import ModelLimits
@@ -166,6 +169,26 @@ class InProcessShell:
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(answer, BaseException) and not isinstance(answer, ReplicaLostError):
                 raise answer
+
+    async def pin_prefix(self, event: PinPrefix) -> tuple[tuple[ReplicaId, PinAnswered], ...]:
+        """As `Deployment.pin_prefix`."""
+        asked = {
+            replica_id: asyncio.wrap_future(gang.host.pin_prefix(event))
+            for replica_id, gang in self._gangs.items()
+        }
+        answers = await asyncio.gather(*asked.values(), return_exceptions=True)
+        pinned = []
+        for replica_id, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, PinAnswered):
+                pinned.append((replica_id, answer))
+            elif not isinstance(answer, ReplicaLostError):
+                raise answer
+        return tuple(pinned)
+
+    async def unpin_prefix(self, event: UnpinPrefix) -> None:
+        """As `Deployment.unpin_prefix`."""
+        for gang in self._gangs.values():
+            gang.host.post(event)
 
     def shutdown(self) -> None:
         """As `Deployment.shutdown`."""

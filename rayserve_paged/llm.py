@@ -17,7 +17,7 @@ from rayserve_paged.loop_thread import LoopThread
 from rayserve_paged.model.loader import resolve_model
 from rayserve_paged.model.parallel import deal_heads
 from rayserve_paged.model.tokenizer import load_tokenizer
-from rayserve_paged.outputs import DeploymentAccounting, RequestOutput, StreamChunk
+from rayserve_paged.outputs import DeploymentAccounting, Pin, RequestOutput, StreamChunk
 
 if TYPE_CHECKING:
     from rayserve_cluster.ray_shell import RayShell, ShellStats
@@ -382,6 +382,28 @@ class LLM:
         """
         self._check_open()
         self._thread.call(self._front_end.reset_cache())
+
+    def pin_prefix(self, prompt: Prompt, pin_id: str | None = None) -> Pin:
+        """Keep the blocks of a prompt that are cached now until they are unpinned.
+
+        Each replica keeps the full blocks that it has; generate with the prompt first. Needs a
+        `cache.max_pinned_share` above 0. A reset of the cache ends all pins.
+
+        Args:
+            prompt: As in `generate`, without adapter and attachments.
+            pin_id: Names the pin; one that is held already stays as it is. None to draw a name.
+
+        Raises:
+            InvalidInputError: At the prompt or the name.
+            PinLimitError: On some replica pins would hold more than they may; it is pinned on none.
+        """
+        self._check_open()
+        return self._thread.call(self._front_end.pin_prefix(prompt, pin_id))
+
+    def unpin(self, pin_id: str) -> None:
+        """Let go of a pin; an unknown name is ignored."""
+        self._check_open()
+        self._thread.call(self._front_end.unpin(pin_id))
 
     def stats(self) -> "ShellStats | None":
         """Return where the time of starting went and what each rank's process takes; None where

@@ -38,6 +38,19 @@ class SampleOutput:
     error: str | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pin:
+    """A cached prefix that is kept.
+
+    Args:
+        pin_id: Its name, to unpin it.
+        num_tokens: Tokens that each replica keeps of it; 0 where it was not cached.
+    """
+
+    pin_id: str
+    num_tokens: Mapping[ReplicaId, int]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """What became of one request.
@@ -144,13 +157,23 @@ class DeploymentAccounting:
 
     @property
     def allocated_slots(self) -> int:
-        """Slots of the held blocks, over all replicas."""
+        """Slots of the blocks that sequences hold, over all replicas."""
         return sum(ledger.allocated_slots for ledger in self.replicas.values())
 
     @property
     def internal_fragmentation_slots(self) -> int:
         """Allocated slots that hold no token, over all replicas."""
         return sum(ledger.internal_fragmentation_slots for ledger in self.replicas.values())
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that nobody holds and that later requests may find, over all replicas."""
+        return sum(ledger.num_cached_blocks for ledger in self.replicas.values())
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that pins hold, over all replicas."""
+        return sum(ledger.num_pinned_blocks for ledger in self.replicas.values())
 
     @property
     def prefix_sharing_saved_slots(self) -> int:

@@ -25,6 +25,8 @@ from rayserve_paged.core.messages import (
     ControllerEvent,
     EndDeployment,
     LoseReplica,
+    PinAnswered,
+    PinPrefix,
     Placed,
     Rejected,
     RenewLease,
@@ -35,6 +37,7 @@ from rayserve_paged.core.messages import (
     SubmitRequest,
     TakeDown,
     Tick,
+    UnpinPrefix,
     WithdrawRequest,
 )
 from rayserve_paged.core.request import ModelLimits
@@ -188,6 +191,21 @@ class ControllerActor:
         """Forget the prefix caches of all replicas; returns when each has done it."""
         live = self._core.replicas.items()
         await asyncio.gather(*(self._gangs[key].reset_cache() for key in live))
+
+    async def pin_prefix(self, event: PinPrefix) -> tuple[tuple[ReplicaId, PinAnswered], ...]:
+        """Keep the cached blocks of a prefix on every replica, ordered by replica id."""
+        live = sorted(self._core.replicas.items())
+        answers = await asyncio.gather(*(self._gangs[key].pin_prefix(event) for key in live))
+        return tuple(
+            (key[0], answer)
+            for key, answer in zip(live, answers, strict=True)
+            if answer is not None
+        )
+
+    async def unpin_prefix(self, event: UnpinPrefix) -> None:
+        """Let go of a pin on every replica."""
+        live = self._core.replicas.items()
+        await asyncio.gather(*(self._gangs[key].unpin_prefix(event) for key in live))
 
     async def stats(self) -> tuple[RankStats, ...]:
         """Return the figures of all ranks that answer."""

@@ -29,7 +29,10 @@ from rayserve_paged.core.messages import (
     AssignRequest,
     CancelRequest,
     FenceReplica,
+    PinAnswered,
+    PinPrefix,
     RegisterReplica,
+    UnpinPrefix,
 )
 
 _STOP_GRACE_S: Final = 0.5
@@ -210,6 +213,19 @@ class Gang:
         """Forget the prefix cache; a gang that is lost has none."""
         with contextlib.suppress(RayError):
             await self._workers[0].reset_cache.remote()
+
+    async def pin_prefix(self, event: PinPrefix) -> PinAnswered | None:
+        """Keep the cached blocks of a prefix; None where the gang is lost."""
+        try:
+            answer: PinAnswered = await self._workers[0].pin_prefix.remote(event)
+        except RayError:
+            return None
+        return answer
+
+    async def unpin_prefix(self, event: UnpinPrefix) -> None:
+        """Let go of a pin; a gang that is lost has none."""
+        with contextlib.suppress(RayError):
+            await self._workers[0].unpin_prefix.remote(event)
 
     async def stats(self) -> list[RankStats]:
         """Return the figures of the ranks that answer."""

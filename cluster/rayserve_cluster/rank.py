@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from torch.distributed import Store
@@ -83,13 +84,15 @@ def start_rank(
     windows = tuple(group.window for group in source.spec.layer_groups)
     available_bytes = available_memory(device) // num_ranks_here
     on_gpu = device.type == "cuda"
+    num_useful = config.batch.max_num_seqs * num_blocks_held(
+        windows, max_model_len, layout.block_size
+    )
     num_blocks = choose_num_blocks(
         config.cache,
         block_bytes=layout.block_bytes,
         available_bytes=available_bytes,
         default_bytes=int(available_bytes * DEFAULT_GPU_SHARE) if on_gpu else DEFAULT_CPU_BYTES,
-        max_useful_blocks=config.batch.max_num_seqs
-        * num_blocks_held(windows, max_model_len, layout.block_size),
+        max_useful_blocks=math.ceil(num_useful / (1 - config.cache.max_pinned_share)),
     )
     if store is not None:
         group.connect(store, name, config.timeouts.start_timeout_s)
@@ -110,6 +113,7 @@ def start_rank(
         adapters=source.spec.adapters,
         takes_attachments=source.spec.takes_attachments,
         layer_groups=windows,
+        max_pinned_blocks=int(num_blocks * config.cache.max_pinned_share),
     )
     return Rank(group, runner, limits, _scope(config, source.spec, layout))
 

@@ -23,6 +23,8 @@ from rayserve_paged.core.errors import DeploymentError, InvalidInputError, Repli
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.messages import (
     Delivery,
+    PinAnswered,
+    PinPrefix,
     Placed,
     PollTokens,
     Rejected,
@@ -30,6 +32,7 @@ from rayserve_paged.core.messages import (
     StreamItem,
     SubmitRequest,
     TokenRun,
+    UnpinPrefix,
 )
 from rayserve_paged.core.request import FinishReason, ModelLimits
 
@@ -187,6 +190,16 @@ class RayShell:
     async def reset_cache(self) -> None:
         """As `Deployment.reset_cache`."""
         await self._ask(self._controller.reset_cache.remote())
+
+    async def pin_prefix(self, event: PinPrefix) -> tuple[tuple[ReplicaId, PinAnswered], ...]:
+        """As `Deployment.pin_prefix`."""
+        answers: tuple[tuple[ReplicaId, PinAnswered], ...]
+        answers = await self._ask(self._controller.pin_prefix.remote(event))
+        return answers
+
+    async def unpin_prefix(self, event: UnpinPrefix) -> None:
+        """As `Deployment.unpin_prefix`."""
+        await self._ask(self._controller.unpin_prefix.remote(event))
 
     async def stats(self) -> ShellStats:
         """Return where the time of starting went, and the figures of each rank's process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -9,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple, TypeVar, assert_never
+from typing import TypeVar, assert_never
 
 from rayserve_cluster.executor import Executor
 from rayserve_cluster.tp_group import GroupBrokenError
@@ -23,6 +24,8 @@ from rayserve_paged.core.messages import (
     Delivery,
     FenceReplica,
     LoseReplica,
+    PinAnswered,
+    PinPrefix,
     PollTokens,
     ReplicaEvent,
     ReplicaReport,
@@ -32,6 +35,7 @@ from rayserve_paged.core.messages import (
     StepFinished,
     StepPlan,
     Tick,
+    UnpinPrefix,
 )
 from rayserve_paged.core.replica import Replica
 
@@ -46,14 +50,33 @@ logger = logging.getLogger(__name__)
 _Poll = tuple[PollTokens, Future[Delivery]]
 
 
-class _Reset(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reset:
     """The cache is to be reset, and whoever asked told that it was."""
 
     done: Future[None]
 
 
-_Inbound = AssignRequest | CancelRequest | FenceReplica | _Poll | _Reset | Future[Accounting] | None
-"""What other threads put in: events, polls, resets, requests for the ledger; None to stop."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pin:
+    """A prefix is to be pinned, and whoever asked told what became of it."""
+
+    event: PinPrefix
+    answer: Future[PinAnswered]
+
+
+_Inbound = (
+    AssignRequest
+    | CancelRequest
+    | FenceReplica
+    | UnpinPrefix
+    | _Poll
+    | _Reset
+    | _Pin
+    | Future[Accounting]
+    | None
+)
+"""What other threads put in: events, polls, resets, pins, requests for the ledger; None to stop."""
 
 
 class ReplicaHost:
@@ -97,6 +120,7 @@ class ReplicaHost:
         )
         # The step thread's own:
         self._polls: dict[tuple[ConsumerId, int], Future[Delivery]] = {}
+        self._pinning: Future[PinAnswered] | None = None
         self._ledgers: list[Future[Accounting]] = []
         self._plans: deque[StepPlan] = deque()
         self._next_tick = 0.0
@@ -111,7 +135,7 @@ class ReplicaHost:
             if self._stop_reason is None:
                 self._thread.start()
 
-    def post(self, event: AssignRequest | CancelRequest | FenceReplica) -> None:
+    def post(self, event: AssignRequest | CancelRequest | FenceReplica | UnpinPrefix) -> None:
         """Hand in an event; a host that has stopped drops it."""
         if isinstance(event, FenceReplica):
             # The step under way may wait for a rank that never answers.
@@ -140,6 +164,13 @@ class ReplicaHost:
         """Forget the prefix cache; done at once or after the step under way. Raises as `poll`."""
         future: Future[None] = Future()
         if not self._put(_Reset(future)):
+            future.set_exception(self._lost_error())
+        return future
+
+    def pin_prefix(self, event: PinPrefix) -> Future[PinAnswered]:
+        """Keep the cached blocks of a prefix; answered between steps. Raises as `poll`."""
+        future: Future[PinAnswered] = Future()
+        if not self._put(_Pin(event, future)):
             future.set_exception(self._lost_error())
         return future
 
@@ -267,6 +298,9 @@ class ReplicaHost:
             case _Reset(done):
                 self._handle(ResetCache())
                 _answer(done, None)
+            case _Pin(event, answer):
+                self._pinning = answer
+                self._handle(event)
             case (message, future):
                 key = (message.consumer_id, message.poll_id)
                 if key in self._polls:
@@ -289,6 +323,9 @@ class ReplicaHost:
                     waiting = self._polls.pop((consumer_id, poll_id), None)
                     if waiting is not None:
                         _answer(waiting, delivery)
+                case PinAnswered():
+                    assert self._pinning is not None, "only pins are answered"
+                    _answer(self._pinning, command)
                 case ReplicaReport():
                     self._on_report(command)
                 case _:
@@ -322,7 +359,7 @@ class ReplicaHost:
             if self._lost is not None:
                 return
             self._lost = reason
-        waiting: list[Future[Delivery] | Future[Accounting] | Future[None]]
+        waiting: list[Future[Delivery] | Future[Accounting] | Future[None] | Future[PinAnswered]]
         waiting = [*self._polls.values(), *self._ledgers]
         while not self._inbox.empty():
             match self._inbox.get():
@@ -330,6 +367,8 @@ class ReplicaHost:
                     waiting.append(future)
                 case _Reset(done):
                     waiting.append(done)
+                case _Pin(_event, answer):
+                    waiting.append(answer)
                 case (PollTokens(), future):
                     waiting.append(future)
                 case _:

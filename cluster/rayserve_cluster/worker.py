@@ -28,8 +28,11 @@ from rayserve_paged.core.messages import (
     Delivery,
     FenceReplica,
     LoseReplica,
+    PinAnswered,
+    PinPrefix,
     PollTokens,
     ReplicaReport,
+    UnpinPrefix,
 )
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.process_times import resident_bytes
@@ -273,6 +276,18 @@ class Worker:
         """Rank 0: forget the prefix cache; returns when it is done."""
         self._calls["reset_cache"] += 1
         await asyncio.wrap_future(self._serving().reset_cache())
+
+    @ray.method(concurrency_group="io")
+    async def pin_prefix(self, event: PinPrefix) -> PinAnswered:
+        """Rank 0: keep the cached blocks of a prefix."""
+        self._calls["pin_prefix"] += 1
+        return await asyncio.wrap_future(self._serving().pin_prefix(event))
+
+    @ray.method(concurrency_group="io")
+    async def unpin_prefix(self, event: UnpinPrefix) -> None:
+        """Rank 0: let go of a pin."""
+        self._calls["unpin_prefix"] += 1
+        self._serving().post(event)
 
     def _serving(self) -> "ReplicaHost":
         if self._host is None:

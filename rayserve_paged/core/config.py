@@ -60,6 +60,10 @@ class CacheConfig(_Section):
     """Copy the common slots of a cached block where a prompt diverges inside it, and keep the last,
     partly filled blocks of finished sequences for that."""
 
+    max_pinned_share: float = Field(default=0.0, ge=0, le=0.9)
+    """Share of each pool that pinned prefixes may hold. The longest request is that much shorter,
+    so that it can run whatever is pinned."""
+
     @model_validator(mode="after")
     def _one_size(self) -> Self:
         if self.num_blocks is not None and self.memory is not None:

@@ -134,7 +134,7 @@ class Controller:
     def limits(self) -> ModelLimits | None:
         """Limits of the live replica that can hold most; None where there is none."""
         all_limits = [live.limits for live in self._replicas.values()]
-        return max(all_limits, key=lambda limits: limits.num_slots, default=None)
+        return max(all_limits, key=lambda limits: limits.num_usable_slots, default=None)
 
     # --- replicas -------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Controller:
         able = {
             replica_id: live
             for replica_id, live in self._replicas.items()
-            if live.limits.num_blocks >= admitted.num_blocks_needed(live.limits)
+            if live.limits.num_usable_blocks >= admitted.num_blocks_needed(live.limits)
         }
         replica_id = choose_replica(
             [

@@ -3,6 +3,7 @@
 PagedError
 ├── InvalidInputError       a field holds a value that is not accepted
 │   └── CapacityError       a request that the pool can never hold
+├── PinLimitError           a prefix to be pinned is longer than what pins may hold
 ├── DuplicateRequestError   a live request already has this id
 ├── NoReplicaError          no replica can take the request
 ├── OverloadedError         as much waits as may wait; later there will be room
@@ -51,7 +52,7 @@ class CapacityError(InvalidInputError):
         max_tokens: Output tokens asked for.
         num_blocks_needed: Blocks for `num_prompt_tokens + max_tokens - 1` KV slots, those behind
             the prompt's full blocks once for each beam.
-        num_blocks: Blocks of the pool.
+        num_blocks: Blocks of the pool, without those that may be pinned.
         block_size: Slots per block.
         beam_width: Beams of the request, 1 where it has no search.
     """
@@ -92,6 +93,33 @@ class CapacityError(InvalidInputError):
             f"needs {self.num_blocks_needed} blocks of {self.block_size} slots, and the pool has "
             f"{self.num_blocks} ({self.num_blocks * self.block_size} slots): shorten the prompt, "
             f"lower {lower} or give the cache more blocks"
+        )
+
+
+class PinLimitError(PagedError):
+    """A prefix to be pinned has more blocks than pins may still hold.
+
+    Args:
+        pin_id: Name of the pin.
+        num_blocks: Its blocks that no other pin holds.
+        num_pinned_blocks: Blocks that other pins hold.
+        max_pinned_blocks: Blocks that all pins of a replica may hold.
+    """
+
+    def __init__(
+        self, pin_id: str, num_blocks: int, num_pinned_blocks: int, max_pinned_blocks: int
+    ) -> None:
+        super().__init__(pin_id, num_blocks, num_pinned_blocks, max_pinned_blocks)
+        self.pin_id = pin_id
+        self.num_blocks = num_blocks
+        self.num_pinned_blocks = num_pinned_blocks
+        self.max_pinned_blocks = max_pinned_blocks
+
+    def __str__(self) -> str:
+        return (
+            f"pin {self.pin_id!r} needs {self.num_blocks} blocks, and of the "
+            f"{self.max_pinned_blocks} that pins may hold {self.num_pinned_blocks} are pinned: "
+            f"unpin others, shorten the prefix or raise max_pinned_share"
         )
 
 

@@ -28,3 +28,6 @@ BlockId = NewType("BlockId", int)
 
 BlockKey = NewType("BlockKey", bytes)
 """SHA-256 identity of a sealed block's content (see `block_identity`)."""
+
+PinId = NewType("PinId", str)
+"""Names a cached prefix that is kept until it is unpinned."""

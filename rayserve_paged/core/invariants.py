@@ -127,7 +127,12 @@ def check(replica: Replica) -> None:
     batcher, pool = replica.batcher, replica.kv.pool
     holders = (*batcher.running, *batcher.retiring)
     tables = [sequence.table.block_ids for sequence in holders]
-    check_pool(pool, tables, batcher.copy_sources)
+    pins = list(replica.pins.blocks)
+    check_pool(pool, [*tables, *pins], batcher.copy_sources)
+    pinned = {block_id for block_ids in pins for block_id in block_ids}
+    _require(len(pinned) == replica.pins.num_blocks, "the count of pinned blocks is wrong")
+    most = replica.limits.max_pinned_blocks
+    _require(len(pinned) <= most, f"{len(pinned)} blocks are pinned, and {most} may be")
     check_index(pool, replica.kv.index)
     check_partials(replica.kv, batcher.copy_sources)
     for block_id in replica.kv.duplicates:

@@ -13,11 +13,13 @@ import numpy.typing as npt
 
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter, BlockScope
+from rayserve_paged.core.errors import PinLimitError
 from rayserve_paged.core.ids import (
     Attempt,
     BlockKey,
     ConsumerId,
     Incarnation,
+    PinId,
     ReplicaId,
     RequestId,
     Row,
@@ -317,6 +319,27 @@ class ResetCache:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PinPrefix:
+    """Keep the cached blocks of a prefix until they are unpinned. Idempotent by `pin_id`.
+
+    Args:
+        pin_id: Names the pin.
+        token_ids: The prefix; its full blocks that are computed now are kept, in the scope of
+            requests without adapter, attachments and salt.
+    """
+
+    pin_id: PinId
+    token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnpinPrefix:
+    """Let go of a pin. Unknown names are ignored."""
+
+    pin_id: PinId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; leases and reports are looked at."""
 
@@ -329,6 +352,8 @@ ReplicaEvent = (
     | StepFailed
     | FenceReplica
     | ResetCache
+    | PinPrefix
+    | UnpinPrefix
     | Tick
 )
 
@@ -389,7 +414,22 @@ class ReplicaReport:
     fenced: str | None
 
 
-ReplicaCommand = RunStep | AnswerPoll | ReplicaReport
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PinAnswered:
+    """The answer to PinPrefix, at once.
+
+    Args:
+        pin_id: Of the pin.
+        num_tokens: Tokens in the blocks that it holds.
+        refused: Why it holds none; None where it was not refused.
+    """
+
+    pin_id: PinId
+    num_tokens: int
+    refused: PinLimitError | None
+
+
+ReplicaCommand = RunStep | AnswerPoll | ReplicaReport | PinAnswered
 
 # --- into the controller --------------------------------------------------------------------
 

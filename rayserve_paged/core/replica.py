@@ -10,9 +10,10 @@ from rayserve_paged.core.accounting import Accounting, account
 from rayserve_paged.core.batcher import Batcher
 from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.beam_streams import beam_items
-from rayserve_paged.core.block_identity import BlockScope
+from rayserve_paged.core.block_identity import BlockScope, extend_chain
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.config import BatchConfig, TimeoutConfig
+from rayserve_paged.core.errors import PinLimitError
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.keyed_heap import KeyedHeap
 from rayserve_paged.core.kv_manager import KVManager
@@ -20,6 +21,8 @@ from rayserve_paged.core.messages import (
     AssignRequest,
     CancelRequest,
     FenceReplica,
+    PinAnswered,
+    PinPrefix,
     PollTokens,
     ReplicaCommand,
     ReplicaEvent,
@@ -32,8 +35,10 @@ from rayserve_paged.core.messages import (
     StreamName,
     Tick,
     TokenLogprobs,
+    UnpinPrefix,
 )
 from rayserve_paged.core.outbox import Outbox
+from rayserve_paged.core.pins import Pins
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request
 from rayserve_paged.core.sequence import Phase, SequenceState
 from rayserve_paged.core.step_commit import Committed, Progress
@@ -77,6 +82,7 @@ class Replica:
             partial_reuse=partial_reuse,
             num_layer_groups=len(limits.layer_groups),
         )
+        self.pins = Pins(self.kv, limits.max_pinned_blocks, limits.layer_groups)
         self.batcher = Batcher(
             self.kv,
             batch.max_num_seqs,
@@ -121,7 +127,12 @@ class Replica:
             case FenceReplica(reason):
                 self._fence(reason)
             case ResetCache():
+                self.pins.clear()
                 self.batcher.reset_cache()
+            case PinPrefix():
+                commands.append(self._pin(event))
+            case UnpinPrefix(pin_id):
+                self.pins.unpin(pin_id)
             case Tick():
                 answers, expired = self._outbox.tick(now)
                 commands += answers
@@ -170,7 +181,8 @@ class Replica:
             for sequence in holders
             for group in sequence.table.groups
         ]
-        return account(held, self.kv.pool, self.limits.block_size)
+        names = [sequence.name for sequence in holders for _group in sequence.table.groups]
+        return account(held, self.kv.pool, self.limits.block_size, self.pins.blocks, names)
 
     # --- events ---------------------------------------------------------------------------
 
@@ -333,6 +345,15 @@ class Replica:
         for sequence in self.sequences:
             self._end(sequence, FinishReason.ERROR, reason)
         self.batcher.abandon()
+        self.pins.clear()
+
+    def _pin(self, event: PinPrefix) -> PinAnswered:
+        keys = extend_chain(self.scope.root(), event.token_ids, self.limits.block_size)
+        try:
+            num_tokens = self.pins.pin(event.pin_id, keys, len(event.token_ids))
+        except PinLimitError as error:
+            return PinAnswered(event.pin_id, 0, error)
+        return PinAnswered(event.pin_id, num_tokens, None)
 
     # --- what the controller learns -------------------------------------------------------
 

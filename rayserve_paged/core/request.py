@@ -285,6 +285,7 @@ class ModelLimits:
         takes_attachments: Whether content may stand behind tokens of a prompt.
         layer_groups: What the layers of each group attend to. The groups have equal numbers of
             layers, and each block holds the layers of one.
+        max_pinned_blocks: Blocks of the pool that pinned prefixes may hold.
     """
 
     vocab_size: int
@@ -296,6 +297,12 @@ class ModelLimits:
     adapters: tuple[Adapter, ...] | None = ()
     takes_attachments: bool = False
     layer_groups: tuple[AttentionWindow, ...] = ONE_FULL_GROUP
+    max_pinned_blocks: int = 0
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that a request may need: the pool's, without those that may be pinned."""
+        return self.num_blocks - self.max_pinned_blocks
 
     @property
     def num_slots(self) -> int:
@@ -303,9 +310,16 @@ class ModelLimits:
         return self.num_blocks * self.block_size
 
     @property
+    def num_usable_slots(self) -> int:
+        """KV slots that a request may need."""
+        return self.num_usable_blocks * self.block_size
+
+    @property
     def served_len(self) -> int:
         """The limit to advertise: the model's, or the pool's where that is smaller."""
-        return longest_held(self.layer_groups, self.num_blocks, self.block_size, self.max_model_len)
+        return longest_held(
+            self.layer_groups, self.num_usable_blocks, self.block_size, self.max_model_len
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,14 +462,15 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         )
     left = limits.max_model_len - num_prompt
     width, block_size = params.beam_width or 1, limits.block_size
+    usable = limits.num_usable_blocks
     if params.max_tokens is None:
         num_groups = len(limits.layer_groups)
         windows = request.windows(limits.layer_groups)
-        longest = longest_held(windows, limits.num_blocks, limits.block_size, limits.max_model_len)
+        longest = longest_held(windows, usable, block_size, limits.max_model_len)
         # The last token sampled needs no slot, hence the one beyond the pool.
         fitting = longest + 1 - num_prompt
         if width > 1:
-            fitting = most_tokens(num_prompt, width, block_size, limits.num_blocks // num_groups)
+            fitting = most_tokens(num_prompt, width, block_size, usable // num_groups)
         max_tokens = max(1, min(left, fitting))
     else:
         max_tokens = min(params.max_tokens, left)
@@ -464,8 +479,8 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     )
     request = dataclasses.replace(request, params=params)
     needed = request.num_blocks_needed(limits)
-    if needed > limits.num_blocks:
-        raise CapacityError(num_prompt, max_tokens, needed, limits.num_blocks, block_size, width)
+    if needed > usable:
+        raise CapacityError(num_prompt, max_tokens, needed, usable, block_size, width)
     return request
 
 

@@ -18,6 +18,7 @@ from rayserve_paged.core.messages import (
     ControllerEvent,
     Delivery,
     FenceReplica,
+    PinAnswered,
     Placed,
     PollTokens,
     Rejected,
@@ -123,6 +124,8 @@ class ReplicaHost:
                     self._network.send(
                         self.node, consumer.node, size, consumer.take_delivery, self, delivery
                     )
+                case PinAnswered():
+                    pass  # Nothing pins here.
                 case ReplicaReport():
                     controller = self.controller
                     assert controller is not None, "hosts are wired before they run"

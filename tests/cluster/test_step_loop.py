@@ -13,15 +13,16 @@ from rayserve_cluster.step_loop import ReplicaHost
 from rayserve_cluster.tp_group import GroupBrokenError
 from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import BatchConfig, TimeoutConfig
-from rayserve_paged.core.errors import LedgerError, ReplicaLostError
+from rayserve_paged.core.errors import LedgerError, PinLimitError, ReplicaLostError
 from rayserve_paged.core.event_log import LoggedEvent, read_lines, replay, to_line
-from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, PinId, ReplicaId, RequestId
 from rayserve_paged.core.messages import (
     AssignRequest,
     CancelRequest,
     Delivery,
     FenceReplica,
     LoseReplica,
+    PinPrefix,
     PollTokens,
     ReplicaCommand,
     ReplicaEvent,
@@ -31,6 +32,7 @@ from rayserve_paged.core.messages import (
     StepPlan,
     StepResult,
     StreamItem,
+    UnpinPrefix,
 )
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request, SamplingParams
@@ -263,6 +265,22 @@ def test_the_cache_is_reset_between_steps_and_not_by_a_host_that_has_stopped(sta
     stage.host.stop("over")
     with pytest.raises(ReplicaLostError, match="over"):
         stage.host.reset_cache().result(_LONG_S)
+
+
+def test_a_pin_is_answered_between_steps_and_not_by_a_host_that_has_stopped(start: Start) -> None:
+    stage = start()
+    assigned = request("a", num_prompt=9, max_tokens=1)
+    stage.host.post(assigned)
+    stage.read_to_end("a")
+    event = PinPrefix(PinId("p"), assigned.request.prompt_token_ids)
+    answer = stage.host.pin_prefix(event).result(_LONG_S)
+    # This replica lets nothing be pinned.
+    assert (answer.num_tokens, str(answer.refused)) == (0, str(PinLimitError("p", 2, 0, 0)))
+    stage.host.post(UnpinPrefix(PinId("p")))
+    assert stage.host.accounting().result(_LONG_S).num_pinned_blocks == 0
+    stage.host.stop("over")
+    with pytest.raises(ReplicaLostError, match="over"):
+        stage.host.pin_prefix(event).result(_LONG_S)
 
 
 def test_an_idle_loop_sends_heartbeats(start: Start) -> None:

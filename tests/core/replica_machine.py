@@ -27,14 +27,17 @@ from rayserve_paged.core.attention_window import FULL_ATTENTION, ONE_FULL_GROUP,
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.config import QueuePolicy
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
-from rayserve_paged.core.ids import Attempt, BlockKey, RequestId
+from rayserve_paged.core.ids import Attempt, BlockKey, PinId, RequestId
 from rayserve_paged.core.messages import (
     AnswerPoll,
     AssignRequest,
     CancelRequest,
     FenceReplica,
+    PinAnswered,
+    PinPrefix,
     ResetCache,
     StepFailed,
+    UnpinPrefix,
 )
 from rayserve_paged.core.outbox import LEASES_TO_REMEMBER
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request, admit
@@ -152,6 +155,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         oldest_every=st.sampled_from([None, 1, 2, 5]),
         layer_groups=st.sampled_from(LAYER_GROUPS),
+        max_pinned_blocks=st.sampled_from([0, 0, 1, 2]),
     )
     def start(
         self,
@@ -167,6 +171,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         policy: QueuePolicy,
         oldest_every: int | None,
         layer_groups: tuple[AttentionWindow, ...] = ONE_FULL_GROUP,
+        max_pinned_blocks: int = 0,
     ) -> None:
         self.limits = make_limits(
             num_blocks,
@@ -175,6 +180,9 @@ class ReplicaMachine(RuleBasedStateMachine):
             eos_token_ids=(0,),
             max_num_seqs=max_num_seqs,
             layer_groups=layer_groups,
+        )
+        self.limits = dataclasses.replace(
+            self.limits, max_pinned_blocks=min(max_pinned_blocks, num_blocks - 1)
         )
         self.new_driver = functools.partial(
             ReplicaDriver,
@@ -263,13 +271,16 @@ class ReplicaMachine(RuleBasedStateMachine):
             return False
         num_blocks = most_blocks_at_once(request, limits)
         if params.beam_width is not None and params.max_tokens > 1:
-            # Beams share what is full of the prompt, and it may be that nothing else is.
+            windows = request.windows(limits.layer_groups)
+            # Beams share what is full of the prompt, and it may be that nothing else is. With a
+            # window they do not count even on that.
             num_tokens = len(request.prompt_token_ids) + params.max_tokens - 1
             shared = len(request.prompt_token_ids) // limits.block_size
             own = -(-num_tokens // limits.block_size) - shared
-            num_groups = len(limits.layer_groups)
-            num_blocks = min(width * num_blocks, (shared + width * own) * num_groups)
-        if num_blocks > limits.num_blocks:
+            sharing = (shared + width * own) * len(windows)
+            full = all(window.size is None for window in windows)
+            num_blocks = sharing if full else width * num_blocks
+        if num_blocks > limits.num_usable_blocks:
             with pytest.raises(CapacityError) as refused:
                 admit(request, limits)
             assert refused.value.num_blocks_needed == num_blocks
@@ -468,6 +479,23 @@ class ReplicaMachine(RuleBasedStateMachine):
             self.driver.step()
             self.keep_answers(fate)
 
+    @rule(story=st.sampled_from(STORIES), num_tokens=st.integers(1, 12), name=st.booleans())
+    def pin(self, story: list[int], num_tokens: int, name: bool) -> None:
+        pins = self.driver.replica.pins
+        before = pins.num_blocks
+        commands = self.driver.send(PinPrefix(PinId(str(name)), tuple(story[:num_tokens])))
+        (answer,) = [command for command in commands if isinstance(command, PinAnswered)]
+        if answer.refused is not None:
+            assert before + answer.refused.num_blocks > self.limits.max_pinned_blocks
+            assert pins.num_blocks == before
+        self.keep_answers("late")
+
+    @rule(name=st.booleans())
+    def unpin(self, name: bool) -> None:
+        self.driver.send(UnpinPrefix(PinId(str(name))))
+        assert PinId(str(name)) not in self.driver.replica.pins.tables
+        self.keep_answers("late")
+
     @rule(luck=st.integers(0, 9))
     def reset_the_cache(self, luck: int) -> None:
         if luck != 7:
@@ -526,12 +554,21 @@ class ReplicaMachine(RuleBasedStateMachine):
         assert figures.allocated_slots == figures.unique_live_tokens + waste
         num_holders = self.limits.max_num_seqs * len(self.limits.layer_groups)
         assert 0 <= waste <= num_holders * (self.limits.block_size - 1)
+        most = len(self.limits.layer_groups) * (self.limits.block_size - 1)
+        wastes = figures.sequence_fragmentation_slots.values()
+        assert all(0 <= own <= most for own in wastes)
+        assert sum(wastes) >= waste
         assert figures.prefix_sharing_saved_slots >= 0
+        assert figures.num_held_blocks <= self.limits.num_blocks
+        if not figures.num_pinned_blocks and not self.driver.replica.batcher.in_flight:
+            assert figures.allocated_slots == figures.num_held_blocks * self.limits.block_size
 
     def drain(self) -> None:
         """Run to the end, read everything, and compare."""
         driver = self.driver
         driver.run()
+        for name in list(driver.replica.pins.tables):
+            driver.send(UnpinPrefix(name))
         for consumer in CONSUMERS:
             driver.poll(consumer)
         driver.tick(1.0)

@@ -33,6 +33,7 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
         policy=draw.choice(POLICIES),
         oldest_every=draw.choice([None, 1, 3]),
         layer_groups=draw.choice(LAYER_GROUPS),
+        max_pinned_blocks=draw.choice([0, 0, 1, 2]),
     )
 
     def submit() -> None:
@@ -112,6 +113,10 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
         machine.every_stream_is_a_prefix_of_the_oracles()
         machine.work_is_never_left_without_a_step()
         machine.all_figures_add_up()
+        if draw.random() < 0.03:
+            machine.pin(draw.choice(STORIES), draw.randint(1, 12), draw.random() < 0.5)
+        if draw.random() < 0.03:
+            machine.unpin(draw.random() < 0.5)
         if draw.random() < 0.002:
             machine.end_the_incarnation(13, draw.random() < 0.5)
     machine.teardown()
