@@ -324,6 +324,6 @@ class Controller:
 
 
 def _promised_tokens(request: Request) -> int:
-    """Tokens to be computed for a request: its prompt once, and the output of each sample."""
+    """Tokens to be computed for a request: its prompt once, and the output of each row."""
     params = request.params
-    return len(request.prompt_token_ids) + params.num_siblings * (params.max_tokens or 0)
+    return len(request.prompt_token_ids) + params.num_rows * (params.max_tokens or 0)
