@@ -11,7 +11,10 @@ section 4.4), with a cryptographic digest in place of a 64-bit one.
 
 import dataclasses
 import hashlib
+import sys
+from array import array
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -137,21 +140,27 @@ def extend_chain(
         attachments: Content behind tokens of the sequence, in their order.
         first_token: Place of `token_ids[0]` in the sequence, for the attachments' offsets.
     """
-    payload = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    if isinstance(token_ids, array) and token_ids.typecode == "i" and sys.byteorder == "little":
+        # A block that outputs have filled: numpy would take longer than the hash.
+        payload = token_ids.tobytes()
+    else:
+        payload = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
     stride = 4 * block_size
-    keys = []
     sha256 = hashlib.sha256
+    # Not made BlockKeys one by one: that is a call each.
+    digest: bytes = parent
+    keys: list[bytes] = []
     if attachments:
         num_blocks = len(payload) // stride
         content = content_by_block(attachments, first_token, num_blocks, block_size)
         for block in range(num_blocks):
             tokens = payload[block * stride : (block + 1) * stride]
             # Behind tokens of fixed size, so that no block without content has the same bytes.
-            parent = BlockKey(sha256(parent + tokens + content.get(block, b"")).digest())
-            keys.append(parent)
-        return keys
+            digest = sha256(digest + tokens + content.get(block, b"")).digest()
+            keys.append(digest)
+        return cast("list[BlockKey]", keys)
     for start in range(0, len(payload) - stride + 1, stride):
         # One call over both is twice as fast as two.
-        parent = BlockKey(sha256(parent + payload[start : start + stride]).digest())
-        keys.append(parent)
-    return keys
+        digest = sha256(digest + payload[start : start + stride]).digest()
+        keys.append(digest)
+    return cast("list[BlockKey]", keys)

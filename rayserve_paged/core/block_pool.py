@@ -152,6 +152,11 @@ class BlockPool:
             The blocks, or None (and nothing changed) where fewer are available.
         """
         num_free = len(self._free)
+        if num_blocks == 1 and num_free:
+            # What a sequence asks for that decodes.
+            block_id = BlockId(self._free.pop())
+            self._counts[block_id] = 1
+            return Allocation([block_id], [])
         if num_blocks > num_free and num_blocks > self.num_available:
             return None
         from_free = min(num_blocks, num_free)

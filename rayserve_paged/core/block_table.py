@@ -175,12 +175,16 @@ class BlockTable:
         Raises:
             IndexError: It was trimmed, or there is no block yet.
         """
+        first = self.groups[0]
+        if len(self.groups) == 1 and not first.num_trimmed:
+            return [first.block_ids[place]]
         return [group.block_ids[group.index(place)] for group in self.groups]
 
     def num_missing(self, num_tokens: int) -> int:
         """Return how many blocks must be appended before this many tokens fit."""
-        num_places = num_blocks_for(num_tokens, self.block_size) - self.num_places
-        return max(0, num_places) * len(self.groups)
+        first = self.groups[0]
+        num_places = len(first.block_ids) + first.num_trimmed
+        return max(0, -(-num_tokens // self.block_size) - num_places) * len(self.groups)
 
     def num_growing(self, num_tokens: int) -> int:
         """Return by how much the number of held blocks rises while the sequence grows to this
@@ -191,6 +195,9 @@ class BlockTable:
 
     def append(self, block_ids: Sequence[BlockId]) -> None:
         """Add blocks at the end: for each further place one of each layer group."""
+        if len(self.groups) == 1:
+            self.groups[0].block_ids.extend(block_ids)
+            return
         for index, group in enumerate(self.groups):
             group.block_ids.extend(block_ids[index :: len(self.groups)])
 

@@ -175,7 +175,8 @@ class KVManager:
         allocation = self.pool.allocate(table.num_missing(num_tokens))
         if allocation is None:
             return None
-        self._forget(allocation.evicted)
+        if allocation.evicted:
+            self._forget(allocation.evicted)
         table.append(allocation.block_ids)
         return allocation.block_ids
 
@@ -235,7 +236,8 @@ class KVManager:
             content: Given with partial reuse.
             layer_group: Whose KV it holds.
         """
-        key = group_key(key, layer_group)
+        if layer_group:
+            key = group_key(key, layer_group)
         if not self.index.publish(key, block_id):
             self._duplicates[block_id] = key
             return

@@ -360,9 +360,13 @@ class RunningBatch:
             return
         have, known = len(sequence.tokens), int(self.known[row])
         if have < known:
-            width = self._recent.shape[1]
-            columns = [position % width for position in range(have, known)]
-            sequence.tokens.extend(self._recent[row, columns].tolist())
+            recent = self._recent[row]
+            first, last = have % len(recent), (known - 1) % len(recent)
+            if first <= last:
+                sequence.tokens.extend(recent[first : last + 1].tolist())
+            else:
+                sequence.tokens.extend(recent[first:].tolist())
+                sequence.tokens.extend(recent[: last + 1].tolist())
 
     def may_stop(self, token_ids: IntArray) -> BoolArray:
         """Return which tokens end some running sequence, bool [n]: a superset of what ends."""
