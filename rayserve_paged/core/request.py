@@ -461,27 +461,31 @@ def admit(request: Request, limits: ModelLimits) -> Request:
             f"{limits.max_model_len} includes at least one output token",
         )
     left = limits.max_model_len - num_prompt
-    width, block_size = params.beam_width or 1, limits.block_size
-    usable = limits.num_usable_blocks
-    if params.max_tokens is None:
-        num_groups = len(limits.layer_groups)
-        windows = request.windows(limits.layer_groups)
-        longest = longest_held(windows, usable, block_size, limits.max_model_len)
-        # The last token sampled needs no slot, hence the one beyond the pool.
-        fitting = longest + 1 - num_prompt
-        if width > 1:
-            fitting = most_tokens(num_prompt, width, block_size, usable // num_groups)
-        max_tokens = max(1, min(left, fitting))
-    else:
-        max_tokens = min(params.max_tokens, left)
+    asked_for = _fitting_tokens(request, limits) if params.max_tokens is None else params.max_tokens
+    max_tokens = min(asked_for, left)
     params = dataclasses.replace(
         params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens)
     )
     request = dataclasses.replace(request, params=params)
-    needed = request.num_blocks_needed(limits)
+    needed, usable = request.num_blocks_needed(limits), limits.num_usable_blocks
     if needed > usable:
-        raise CapacityError(num_prompt, max_tokens, needed, usable, block_size, width)
+        width = params.beam_width or 1
+        raise CapacityError(num_prompt, max_tokens, needed, usable, limits.block_size, width)
     return request
+
+
+def _fitting_tokens(request: Request, limits: ModelLimits) -> int:
+    """Return the most output tokens for which there are blocks, at least 1."""
+    num_prompt, width = len(request.prompt_token_ids), request.params.beam_width or 1
+    windows, block_size = request.windows(limits.layer_groups), limits.block_size
+    usable = limits.num_usable_blocks
+    if width > 1 and all(window.size is None for window in windows):
+        num_blocks = usable // len(windows)
+        return max(1, most_tokens(num_prompt, width, block_size, num_blocks))
+    # Beams with a window do not count on sharing anything.
+    longest = longest_held(windows, usable // width, block_size, limits.max_model_len)
+    # The last token sampled needs no slot, hence the one beyond the pool.
+    return max(1, longest + 1 - num_prompt)
 
 
 def _check_window(request: Request) -> None:

@@ -27,9 +27,9 @@ from rayserve_cluster.ray_shell import RayShell
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.consumer import Consumer
-from rayserve_paged.core.errors import DeploymentError, InvalidInputError
-from rayserve_paged.core.ids import ConsumerId, RequestId
-from rayserve_paged.core.messages import Placed, Rejected, SubmitRequest
+from rayserve_paged.core.errors import DeploymentError, InvalidInputError, PinLimitError
+from rayserve_paged.core.ids import ConsumerId, PinId, RequestId
+from rayserve_paged.core.messages import PinPrefix, Placed, Rejected, SubmitRequest, UnpinPrefix
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.inprocess import InProcessShell
 
@@ -124,6 +124,23 @@ def test_after_a_reset_no_replica_finds_what_was_computed_before(shell: RayShell
     second = asyncio.run(read_all(shell, [request("d1", prompt, 8)]))[0]
     assert (first[-1].num_cached_tokens, second[-1].num_cached_tokens) == (0, 0)
     assert tokens(second) == tokens(first)
+
+
+def test_a_pin_is_answered_by_every_replica_and_refused_by_each_that_may_not_hold_it(
+    shell: RayShell,
+) -> None:
+    prompt = list(range(400, 450))
+    (updates,) = asyncio.run(read_all(shell, [request("e0", prompt, 8)]))
+    answers = dict(asyncio.run(shell.pin_prefix(PinPrefix(PinId("p"), tuple(prompt)))))
+    assert sorted(answers) == ["r0", "r1"]
+    assert [answer.num_tokens for answer in answers.values()] == [0, 0]
+    # Nothing may be pinned here. One replica has three full blocks; the other has nothing to hold.
+    has, other = answers.pop(updates[-1].replica_id), *answers.values()
+    assert str(has.refused) == str(PinLimitError("p", 3, 0, 0))
+    assert other.refused is None
+    asyncio.run(shell.unpin_prefix(UnpinPrefix(PinId("p"))))
+    for ledger in dict(asyncio.run(shell.accounting())).values():
+        assert (ledger.num_pinned_blocks, ledger.num_held_blocks) == (0, 0)
 
 
 def test_no_actor_call_lies_on_the_path_of_a_token(shell: RayShell) -> None:

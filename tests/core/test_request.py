@@ -258,3 +258,31 @@ def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:
 def test_the_served_length_is_the_smaller_of_model_and_pool() -> None:
     assert (LIMITS.num_slots, LIMITS.served_len) == (32, 32)
     assert dataclasses.replace(LIMITS, num_blocks=100).served_len == 40
+
+
+@pytest.mark.parametrize("max_pinned_blocks", [0, 3])
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("width", [None, 1, 2, 3])
+@pytest.mark.parametrize("num_prompt", [1, 4, 6])
+def test_without_max_tokens_a_request_may_have_as_many_as_there_are_blocks_for(
+    max_pinned_blocks: int, window: int | None, width: int | None, num_prompt: int
+) -> None:
+    limits = dataclasses.replace(
+        make_limits(num_blocks=12, max_model_len=40), max_pinned_blocks=max_pinned_blocks
+    )
+
+    def admitted(max_tokens: int | None) -> int | None:
+        request = make_request(
+            range(num_prompt), 1, window=window, temperature=0.0, beam_width=width
+        )
+        params = dataclasses.replace(request.params, max_tokens=max_tokens)
+        return admit(dataclasses.replace(request, params=params), limits).params.max_tokens
+
+    most = admitted(None)
+    assert most is not None
+    assert admitted(most) == most
+    if most == 40 - num_prompt:
+        return
+    with pytest.raises(CapacityError) as refused:
+        admitted(most + 1)
+    assert refused.value.num_blocks == 12 - max_pinned_blocks
