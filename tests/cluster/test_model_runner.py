@@ -113,6 +113,16 @@ def test_appended_blocks_extend_the_tables_in_their_order() -> None:
     assert model.batches[2].metadata[0].block_tables.tolist() == [[9, 7, 11, 1]]
 
 
+def test_b28_a_step_that_is_computed_late_has_the_block_table_of_its_own_plan() -> None:
+    runner, model = recording_runner()
+    for number in range(0, 2000, 2):
+        # Both are queued before either is computed, on one row of the runner's tables.
+        runner.run(step(number, [(0, 0, [1] * 8, True)], [start(0, [5, 6])]))
+        runner.run(step(number + 1, [(0, 0, [1] * 8, True)], [start(0, [9, 1])]))
+    echoes = [batch.metadata[0].block_tables.tolist() for batch in model.batches]
+    assert echoes == [[[5, 6]], [[9, 1]]] * 1000
+
+
 def test_a_row_that_starts_again_forgets_its_former_table() -> None:
     runner, model = recording_runner()
     runner.run(step(0, [(0, 0, [1] * 12, True)], [start(0, [9, 8, 7])]))
