@@ -459,7 +459,11 @@ class Batcher:
         num_computed = self.kv.num_tokens_of(prefix)
         resumes = sequence.num_cached_tokens is not None
         sequence.table = self.kv.open(
-            prefix.places, prefix.partial, sequence.windows, resumes=resumes
+            prefix.places,
+            prefix.partial,
+            sequence.windows,
+            resumes=resumes,
+            retention=sequence.retention,
         )
         block_ids = self.kv.grow(sequence.table, num_computed + chunk)
         assert block_ids is not None, "admission counted them"

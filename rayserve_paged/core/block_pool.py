@@ -13,13 +13,13 @@ Every block is in exactly one state, and `num_free + num_held + num_cached == nu
                     frozen)    CACHED --- allocate (evicts by value) ---> HELD
 
 *Frozen* is a partly filled block whose leading slots can be copied. It is worth less than a block
-at most, so that all frozen ones are evicted before any sealed one.
+at most, so that all frozen ones are evicted before any sealed one, of whatever priority.
 """
 
 import enum
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from rayserve_paged.core.errors import LedgerError
@@ -146,7 +146,7 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> Allocation | None:
         """Hand out blocks: FREE ones first, then CACHED ones, the frozen before the sealed, the
-        longest unused of those and of these the ones of the least value first.
+        longest unused of those, and of these the ones of the lowest priority and least value first.
 
         Returns:
             The blocks, or None (and nothing changed) where fewer are available.
@@ -211,6 +211,18 @@ class BlockPool:
             block_ids: Sealed, from the head of a chain on.
         """
         self._cached.used(block_ids)
+
+    def prioritize(self, priorities: Mapping[BlockId, int]) -> None:
+        """Evict sealed blocks of a lower priority before those of a higher one.
+
+        Args:
+            priorities: As in ValueEviction; those that the blocks have from now on.
+        """
+        self._cached.prioritize(priorities)
+
+    def priority(self, block_id: BlockId) -> int:
+        """Return the priority of a block."""
+        return self._cached.priority(block_id)
 
     def seal(self, block_id: BlockId) -> None:
         """Keep this HELD block as CACHED once its last holder lets go.

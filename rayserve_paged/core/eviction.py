@@ -22,33 +22,31 @@ one list for each number of uses, so that the run of the least value is the olde
 Neither uses nor recency grow along a chain, from its head to its tail. So a block is never evicted
 before a cached block that follows it.
 
+Blocks may have a *priority*. All of a lower one go before any of a higher one; each has lists of
+its own, and within them value decides. Priorities do not grow along a chain either.
+
 Sources: ghosts as in ARC (Megiddo and Modha, FAST 2003); uses over age as in hyperbolic caching
 (Blankstein et al., USENIX ATC 2017).
 """
 
 import bisect
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from math import sqrt
 from typing import Final, cast
 
 from rayserve_paged.core.errors import LedgerError
+from rayserve_paged.core.ghosts import Ghosts
 from rayserve_paged.core.ids import BlockId
-
-NUM_LEVELS: Final = 8
-"""Numbers of uses that are told apart; the last one stands for all from there on."""
+from rayserve_paged.core.run_lists import NONE, NUM_LEVELS, RunLists
 
 NUM_AGES: Final = 32
 """First uses that the scale is estimated from."""
 
-# Padding in the arrays below: no run, no block.
-_NONE: Final = -1
-_PART: Final = 2**32 - 1
 _COST_OF_AGE: Final = tuple(1 / sqrt(uses + 1) for uses in range(NUM_LEVELS))
 
 
-class ValueEviction:
+class ValueEviction(RunLists):
     """The CACHED blocks of a pool in the order in which they will be evicted.
 
     Every operation takes constant time for each block that it names and for each of their runs. A
@@ -62,52 +60,27 @@ class ValueEviction:
     """
 
     def __init__(self, num_blocks: int, fingerprint_of: Callable[[BlockId], int] | None) -> None:
+        super().__init__(num_blocks)
         self._ghosts = None
         if fingerprint_of is not None:
-            self._ghosts = _Ghosts(max(1, num_blocks), fingerprint_of)
+            self._ghosts = Ghosts(max(1, num_blocks), fingerprint_of)
         self._first_ages: deque[int] = deque(maxlen=NUM_AGES)
         self._scale = 0
-        self._clock = 0
-        self._num_cached = 0
         # By block. The uses of a block that is not sealed are 0.
         self._uses = bytearray(num_blocks)
-        self._run_of = array("i", [_NONE]) * num_blocks
-        self._before = array("i", [_NONE]) * num_blocks
-        # By run. Entries below NUM_LEVELS are the list heads: `newer` of one is the oldest run.
-        lists = range(NUM_LEVELS)
-        self._newer = array("i", lists)
-        self._older = array("i", lists)
-        self._level = bytearray(lists)
-        self._stamp = array("q", [0]) * NUM_LEVELS
-        self._size = array("i", [0]) * NUM_LEVELS
-        self._tail = array("i", [_NONE]) * NUM_LEVELS
-        self._num_gone = array("i", [0]) * NUM_LEVELS
-        self._unused_runs: list[int] = []
-        # The run of the least value, as long as nothing has changed that.
-        self._victim: int | None = None
-
-    def __len__(self) -> int:
-        """Return how many blocks are CACHED."""
-        return self._num_cached
-
-    def __contains__(self, block_id: BlockId) -> bool:
-        """Return whether the block is CACHED."""
-        return self._run_of[block_id] != _NONE
 
     def __iter__(self) -> Iterator[BlockId]:
         """Return the CACHED blocks, the next to be evicted first."""
-        runs = [
-            (-self._cost(run), level, run)
-            for level in range(NUM_LEVELS)
-            for run in self._runs(level)
-        ]
-        # Stable: the older of two equal runs stays first.
-        runs.sort(key=lambda entry: entry[:2])
-        for _cost, _level, run in runs:
-            block_id = self._tail[run]
-            for _ in range(self._size[run]):
-                yield BlockId(block_id)
-                block_id = self._before[block_id]
+        for lists in self._lists.values():
+            runs = [
+                (-self._cost(run), level, run)
+                for level in range(NUM_LEVELS)
+                for run in self._runs(lists + level)
+            ]
+            # Stable: the older of two equal runs stays first.
+            runs.sort(key=lambda entry: entry[:2])
+            for _cost, _level, run in runs:
+                yield from cast(Iterator[BlockId], self._blocks(run))
 
     def used(self, block_ids: Sequence[BlockId]) -> None:
         """Count one use of each block, for a request that found them.
@@ -121,12 +94,12 @@ class ValueEviction:
         uses = self._uses
         if block_ids and uses[block_ids[-1]] == NUM_LEVELS - 1:
             return  # And so it is with all that precede it.
-        seen = _NONE
+        seen = NONE
         for block_id in block_ids:
             count = uses[block_id]
             if not count:
                 run = self._run_of[block_id]
-                if run not in (_NONE, seen):
+                if run not in (NONE, seen):
                     self._note_first_use(self._clock - self._stamp[run])
                     seen = run
             if count < NUM_LEVELS - 1:
@@ -147,17 +120,17 @@ class ValueEviction:
         while start < num_blocks:
             block_id = block_ids[start]
             run = run_of[block_id]
-            if run == _NONE:
+            if run == NONE:
                 raise LedgerError(f"block {block_id} is not CACHED and cannot be taken", block_id)
-            if before[block_id] != _NONE and run_of[before[block_id]] == run:
+            if before[block_id] != NONE and run_of[before[block_id]] == run:
                 self._cut(run, block_id)
             end = start + 1
-            run_of[block_id] = _NONE
+            run_of[block_id] = NONE
             while end < num_blocks:
                 previous, block_id = block_id, block_ids[end]
                 if run_of[block_id] != run or before[block_id] != previous:
                     break
-                run_of[block_id] = _NONE
+                run_of[block_id] = NONE
                 end += 1
             self._num_cached -= end - start
             self._size[run] -= end - start
@@ -197,7 +170,7 @@ class ValueEviction:
                     block_ids, -level, lo=start, key=lambda block_id: -uses[block_id]
                 )
             most = min(most, level)
-            self._add_run(block_ids if end - start == num_blocks else block_ids[start:end], most)
+            self._add_runs(block_ids if end - start == num_blocks else block_ids[start:end], most)
             start = end
 
     def put_back(self, block_id: BlockId) -> None:
@@ -205,7 +178,7 @@ class ValueEviction:
         self._clock += 1
         self._num_cached += 1
         self._victim = None
-        self._add_run([block_id], self._uses[block_id])
+        self._add_runs([block_id], self._uses[block_id])
 
     def evict(self, num_blocks: int) -> list[BlockId]:
         """Give up the blocks of the least value.
@@ -227,7 +200,7 @@ class ValueEviction:
             num_evicted = min(num_blocks, size)
             for _ in range(num_evicted):
                 evicted.append(block_id)
-                run_of[block_id] = _NONE
+                run_of[block_id] = NONE
                 uses[block_id] = 0
                 block_id = before[block_id]
             self._num_gone[run] += num_evicted
@@ -245,16 +218,20 @@ class ValueEviction:
                 self._tail[run] = block_id
                 self._size[run] = size - num_evicted
             num_blocks -= num_evicted
+        if self._priority_of:
+            for each in evicted:
+                self._priority_of.pop(BlockId(each), None)
         return cast(list[BlockId], evicted)
 
     def forget(self, block_id: BlockId) -> None:
         """Drop a block whose content can no longer be matched, CACHED or HELD."""
-        if self._run_of[block_id] != _NONE:
+        if self._run_of[block_id] != NONE:
             self.taken([block_id])
         self._uses[block_id] = 0
+        self._priority_of.pop(block_id, None)
 
     def _recall(
-        self, ghosts: "_Ghosts", block_ids: Sequence[BlockId], before: Sequence[BlockId]
+        self, ghosts: Ghosts, block_ids: Sequence[BlockId], before: Sequence[BlockId]
     ) -> None:
         """Give blocks that are new here the uses of an evicted chain which they bring back."""
         uses = self._uses
@@ -280,115 +257,25 @@ class ValueEviction:
         self._scale = sorted(self._first_ages)[len(self._first_ages) // 4]
         self._victim = None
 
-    def _runs(self, level: int) -> Iterator[int]:
-        """Return the runs of a level, the oldest first."""
-        run = self._newer[level]
-        while run != level:
-            yield run
-            run = self._newer[run]
-
     def _find_victim(self) -> int:
         """Return the run of the least value."""
         newer, stamp = self._newer, self._stamp
         now = self._clock + self._scale
-        victim, most = _NONE, -1.0
-        for level, cost_of_age in enumerate(_COST_OF_AGE):
-            run = newer[level]
-            if run != level:
-                cost = (now - stamp[run]) * cost_of_age
-                # The first of equal ones: of those the one with the fewest uses may follow the
-                # others in a chain.
-                if cost > most:
-                    victim, most = run, cost
+        victim, most = NONE, -1.0
+        for lists in self._lists.values():
+            for head, cost_of_age in enumerate(_COST_OF_AGE, lists):
+                run = newer[head]
+                if run != head:
+                    cost = (now - stamp[run]) * cost_of_age
+                    # The first of equal ones: of those the one with the fewest uses may follow
+                    # the others in a chain.
+                    if cost > most:
+                        victim, most = run, cost
+            if victim != NONE:
+                break
         return victim
 
     def _cost(self, run: int) -> float:
         """Return the inverse of a run's value."""
         age = self._clock - self._stamp[run]
         return (age + self._scale) * _COST_OF_AGE[self._level[run]]
-
-    def _add_run(self, block_ids: Sequence[BlockId], level: int) -> None:
-        run = self._new_run(level, self._older[level])
-        self._stamp[run] = self._clock
-        self._size[run] = len(block_ids)
-        self._tail[run] = block_ids[-1]
-        run_of, before = self._run_of, self._before
-        previous = _NONE
-        for block_id in block_ids:
-            run_of[block_id] = run
-            before[block_id] = previous
-            previous = block_id
-
-    def _new_run(self, level: int, older: int) -> int:
-        """Make an empty run and put it behind another one in the order of age."""
-        if self._unused_runs:
-            run = self._unused_runs.pop()
-        else:
-            run = len(self._size)
-            for column in (self._newer, self._older, self._stamp, self._size, self._tail):
-                column.append(0)
-            self._num_gone.append(0)
-            self._level.append(0)
-        newer = self._newer[older]
-        self._newer[older] = self._older[newer] = run
-        self._older[run], self._newer[run] = older, newer
-        self._level[run] = level
-        self._num_gone[run] = 0
-        return run
-
-    def _cut(self, run: int, block_id: BlockId) -> None:
-        """Make this block the head of its run; what precedes it becomes a run of its own."""
-        # The head is as old as its tail and follows it in the order, so that the tail goes first.
-        head = self._new_run(self._level[run], run)
-        self._stamp[head] = self._stamp[run]
-        tail = each = self._before[block_id]
-        num_blocks = 0
-        while each != _NONE and self._run_of[each] == run:
-            self._run_of[each] = head
-            num_blocks += 1
-            each = self._before[each]
-        self._tail[head] = tail
-        self._size[head] = num_blocks
-        self._size[run] -= num_blocks
-
-    def _end(self, run: int) -> None:
-        """Take a run without blocks out of its list."""
-        newer, older = self._newer[run], self._older[run]
-        self._newer[older], self._older[newer] = newer, older
-        self._unused_runs.append(run)
-        if self._victim == run:
-            self._victim = None
-
-
-class _Ghosts:
-    """Evicted runs by the fingerprint of the first block that is gone; the last to come stays.
-
-    Args:
-        num_ghosts: Places.
-        fingerprint_of: As in ValueEviction.
-    """
-
-    def __init__(self, num_ghosts: int, fingerprint_of: Callable[[BlockId], int]) -> None:
-        self._num_ghosts = num_ghosts
-        self._fingerprint_of = fingerprint_of
-        # By place: the place is one part of a fingerprint, and this is another.
-        self._parts = array("I", [0]) * num_ghosts
-        self._stamps = array("q", [0]) * num_ghosts
-        self._sizes = array("i", [0]) * num_ghosts
-        self._levels = bytearray(num_ghosts)
-
-    def put(self, head: BlockId, level: int, num_blocks: int, stamp: int) -> None:
-        part, place = divmod(self._fingerprint_of(head), self._num_ghosts)
-        self._parts[place] = part & _PART
-        self._levels[place] = level
-        self._sizes[place] = num_blocks
-        self._stamps[place] = stamp
-
-    def take(self, head: BlockId) -> tuple[int, int, int] | None:
-        """Return level, blocks and stamp of a run, and forget it."""
-        part, place = divmod(self._fingerprint_of(head), self._num_ghosts)
-        num_blocks = self._sizes[place]
-        if not num_blocks or self._parts[place] != part & _PART:
-            return None
-        self._sizes[place] = 0
-        return self._levels[place], num_blocks, self._stamps[place]

@@ -13,6 +13,7 @@ from rayserve_paged.core.keyed_heap import MAX_ENTRIES_PER_ITEM, MAX_SPARE_ENTRI
 from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.prefix_index import PrefixIndex
 from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.retention import DEFAULT_PRIORITY
 from rayserve_paged.core.sequence import Phase, SequenceState
 
 
@@ -118,6 +119,29 @@ def check_partials(kv: KVManager, copy_sources: Iterable[Iterable[BlockId]] = ()
             _require(chain in ([], [key]), f"block {block_id} has other tokens than its key")
 
 
+def check_retention(kv: KVManager) -> None:
+    """Check that blocks have the priorities that are asked for, and that none is kept of others.
+
+    Raises:
+        LedgerError: The first disagreement.
+    """
+    pool, asked = kv.pool, dict(kv.retention.items())
+    for block_id in map(BlockId, range(pool.num_blocks)):
+        steps = asked.get(block_id, ())
+        expected = steps[0][1] if steps else DEFAULT_PRIORITY
+        priority = pool.priority(block_id)
+        _require(
+            priority == expected,
+            f"block {block_id} has priority {priority} and is to have {expected}",
+        )
+        _require(not steps or pool.is_sealed(block_id), f"block {block_id} is kept unsealed")
+        ends = [until for until, _priority in steps]
+        _require(ends == sorted(set(ends)), f"steps of block {block_id} are out of order: {steps}")
+        _require(not ends or ends[0] > kv.retention.now, f"block {block_id} is kept for too long")
+    order = [pool.priority(each) for each in pool.cached_ids if not pool.is_frozen(each)]
+    _require(order == sorted(order), f"a higher priority goes before a lower one: {order}")
+
+
 def check(replica: Replica) -> None:
     """Check a replica: its pool, its index, its sequences and the step in flight.
 
@@ -135,6 +159,7 @@ def check(replica: Replica) -> None:
     _require(len(pinned) <= most, f"{len(pinned)} blocks are pinned, and {most} may be")
     check_index(pool, replica.kv.index)
     check_partials(replica.kv, batcher.copy_sources)
+    check_retention(replica.kv)
     for block_id in replica.kv.duplicates:
         _require(pool.count(block_id) > 0, f"duplicate {block_id} is not HELD")
         _require(not pool.is_sealed(block_id), f"duplicate {block_id} is sealed")

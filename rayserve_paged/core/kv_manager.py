@@ -15,10 +15,12 @@ from rayserve_paged.core.attention_window import (
     longest_hit,
 )
 from rayserve_paged.core.block_pool import BlockPool
+from rayserve_paged.core.block_retention import BlockRetention
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockId, BlockKey
 from rayserve_paged.core.partial_index import BlockContent, PartialIndex, PartialMatch
 from rayserve_paged.core.prefix_index import PrefixIndex
+from rayserve_paged.core.retention import RetentionPlan
 
 
 class Prefix(NamedTuple):
@@ -57,6 +59,7 @@ class KVManager:
         if partial_reuse and num_layer_groups == 1:
             self.partials = PartialIndex(pool.num_blocks, block_size)
         self.index = PrefixIndex(pool.num_blocks)
+        self.retention = BlockRetention(pool)
         self.block_size = block_size
         self.num_layer_groups = num_layer_groups
         pool.remember_evicted(self.index.fingerprint_of)
@@ -145,6 +148,7 @@ class KVManager:
         windows: Sequence[AttentionWindow] = ONE_FULL_GROUP,
         *,
         resumes: bool = False,
+        retention: RetentionPlan | None = None,
     ) -> BlockTable:
         """Begin a table on matched blocks, which are held from now on.
 
@@ -155,12 +159,15 @@ class KVManager:
             windows: What each layer group attends to.
             resumes: The sequence was here before, so that it says nothing of how often its blocks
                 are asked for.
+            retention: What its request asks for; None for nothing.
         """
         table = BlockTable(self.block_size, matched, windows, self._epoch)
         for chain in table.chains():
             if not resumes:
                 self.pool.used(chain)
             self.pool.share(chain)
+            if retention is None:
+                self.retention.use(chain)
         if partial is not None:
             self.pool.share([partial.block_id])
         return table
@@ -189,17 +196,23 @@ class KVManager:
         self.pool.share(child.block_ids)
         return child
 
-    def trim(self, table: BlockTable, num_computed: int) -> None:
+    def trim(
+        self, table: BlockTable, num_computed: int, retention: RetentionPlan | None = None
+    ) -> None:
         """Let go of the blocks of a table that no token to come reads; sealed ones stay cached.
 
         Args:
             table: Of a sequence.
             num_computed: Tokens whose KV finished steps have written. A step in flight computes
                 none before them, so it does not read those blocks either.
+            retention: What its request asks for; None for nothing.
         """
-        for trimmed in table.trim(num_computed):
+        places = [group.num_sink_blocks + group.num_trimmed for group in table.groups]
+        for place, trimmed in zip(places, table.trim(num_computed), strict=True):
             if self._duplicates:
                 self._trade_duplicates(trimmed)
+            if retention is not None:
+                self.retention.claim(trimmed, place, retention)
             self.pool.release(trimmed)
 
     def replace(
@@ -227,7 +240,7 @@ class KVManager:
         key: BlockKey,
         content: BlockContent | None = None,
         layer_group: int = 0,
-    ) -> None:
+    ) -> bool:
         """Publish a full block whose KV a finished step has computed.
 
         Args:
@@ -235,19 +248,24 @@ class KVManager:
             key: Of its content.
             content: Given with partial reuse.
             layer_group: Whose KV it holds.
+
+        Returns:
+            Whether it can be matched from now on, and could not before.
         """
         if layer_group:
             key = group_key(key, layer_group)
         if not self.index.publish(key, block_id):
             self._duplicates[block_id] = key
-            return
+            return False
         if self._duplicates:
             self._duplicates.pop(block_id, None)
+        is_new = not self.pool.is_sealed(block_id)
         self.pool.seal(block_id)
         if self.partials is None or content is None or block_id in self.partials:
-            return
+            return is_new
         if content.token_ids:
             self._thaw(self.partials.add(block_id, content))
+        return is_new
 
     def freeze(self, block_id: BlockId, content: BlockContent) -> None:
         """Keep the leading slots of a block that is not full, and that nobody will write again.
@@ -264,11 +282,20 @@ class KVManager:
             self.pool.freeze(block_id)
             self._thaw(covered)
 
-    def close(self, table: BlockTable) -> None:
-        """Let go of all blocks of a table; sealed and frozen ones stay cached."""
+    def close(self, table: BlockTable, retention: RetentionPlan | None = None) -> None:
+        """Let go of all blocks of a table; sealed and frozen ones stay cached.
+
+        Args:
+            table: Of a sequence.
+            retention: What its request asks for; None for nothing.
+        """
         if self._duplicates:
             for group in table.groups:
                 self._trade_duplicates(group.block_ids)
+                if retention is None:
+                    self.retention.use(group.block_ids)
+        if retention is not None:
+            self.retention.release(table, retention)
         self._release(table)
 
     def discard(self, table: BlockTable) -> None:
@@ -298,6 +325,8 @@ class KVManager:
         self.index.remove(block_ids)
         if self.partials is not None:
             self.partials.remove(block_ids)
+        if self.retention:
+            self.retention.forget(block_ids)
 
     def _trade_duplicates(self, block_ids: list[BlockId]) -> None:
         """Put the published blocks in the place of their duplicates, so that they are released

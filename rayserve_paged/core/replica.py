@@ -112,6 +112,7 @@ class Replica:
             now: Seconds on a clock that never goes back.
         """
         commands: list[ReplicaCommand] = []
+        self.kv.retention.advance(now)
         match event:
             case AssignRequest():
                 self._assign(event, now)

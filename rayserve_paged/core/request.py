@@ -23,6 +23,7 @@ from rayserve_paged.core.beam_search import EarlyStopping
 from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
+from rayserve_paged.core.retention import RetentionRange, check_retention
 
 MAX_LOGPROBS = 20
 MAX_SIBLINGS = 128
@@ -343,6 +344,8 @@ class Request:
         window: Each token attends to itself and the window - 1 positions before it, in every
             layer that has no smaller window of its own; None for all positions.
         num_sink_tokens: First positions that every token attends to besides its window.
+        retention: Ranges of its tokens whose blocks are to stay cached for longer or shorter than
+            others, in their order.
     """
 
     request_id: RequestId
@@ -358,6 +361,7 @@ class Request:
     deadline_s: float | None = None
     window: int | None = None
     num_sink_tokens: int = 0
+    retention: tuple[RetentionRange, ...] = ()
 
     @property
     def scope(self) -> RequestScope:
@@ -415,7 +419,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         InvalidInputError: Empty prompt, an id outside the vocabulary, prompt over the limit, a
             priority or a salt of another type, an adapter that is not loaded, attachments that
             the model does not take or the prompt does not hold, a window below 1, sinks without
-            a window.
+            a window, ranges of retention that overlap or lie outside the prompt.
         CapacityError: It can never fit into the pool.
     """
     num_prompt = len(request.prompt_token_ids)
@@ -433,6 +437,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         if _number("deadline_s", request.deadline_s, accepted, 0.0, MAX_DEADLINE_S) == 0.0:
             raise InvalidInputError("deadline_s", request.deadline_s, accepted)
     _check_window(request)
+    check_retention(request.retention, num_prompt)
     check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", [i for i, _bias in params.biases], limits.vocab_size)

@@ -215,7 +215,7 @@ class RunningBatch:
             self.windowed[row] = True
             self.num_windowed += 1
             # Slots that it copied may have brought it past another block.
-            self.kv.trim(sequence.table, num_computed)
+            self.kv.trim(sequence.table, num_computed, sequence.retention)
             self.next_trim[row] = min(NEVER, sequence.table.next_trim() or NEVER)
         self._note_stops(sequence.stop_ids)
         bisect.insort(self._order, sequence, key=SequenceState.order_key)
@@ -289,7 +289,7 @@ class RunningBatch:
         else:
             if self.kv.partials is not None and self.kv.is_current(sequence.table):
                 self._freeze_tail(sequence)
-            self.kv.close(sequence.table)
+            self.kv.close(sequence.table, sequence.retention)
         if self.windowed[row]:
             self.windowed[row] = False
             self.num_windowed -= 1
@@ -326,8 +326,9 @@ class RunningBatch:
 
     def trim(self, row: int) -> None:
         """Let go of the blocks of a row that no token after its computed ones reads."""
-        table = self.sequence(row).table
-        self.kv.trim(table, int(self.computed[row]))
+        sequence = self.sequence(row)
+        table = sequence.table
+        self.kv.trim(table, int(self.computed[row]), sequence.retention)
         self.next_trim[row] = min(NEVER, table.next_trim() or NEVER)
 
     # --- tokens ---------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from rayserve_paged.core.messages import StreamName
 from rayserve_paged.core.partial_index import BlockContent
 from rayserve_paged.core.prompt_scores import PromptScores
 from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.retention import RetentionPlan
 
 
 class Phase(enum.Enum):
@@ -62,6 +63,7 @@ class SequenceState:
         "phase",
         "priority",
         "request",
+        "retention",
         "root",
         "row",
         "scores",
@@ -105,6 +107,9 @@ class SequenceState:
         eos = () if params.ignore_eos else eos_token_ids
         self.stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         self.windows = request.windows(layer_groups)
+        self.retention: RetentionPlan | None = None
+        if request.retention:
+            self.retention = RetentionPlan(request.retention, block_size)
         self.table = BlockTable(block_size, (), self.windows)
         self.phase = Phase.WAITING
         self.row: Row | None = None

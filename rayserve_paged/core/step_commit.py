@@ -138,7 +138,9 @@ class StepCommit:
                 if batch.kv.partials is not None:
                     content = sequence.content(block_index, sequence.num_known)
                 for group, block_id in enumerate(sequence.table.at(block_index)):
-                    batch.kv.seal(block_id, key, content, group)
+                    is_new = batch.kv.seal(block_id, key, content, group)
+                    if is_new and sequence.retention is not None:
+                        batch.kv.retention.seal(block_id, block_index, sequence.retention)
             sequence.num_sealed = num_full
             batch.next_seal[row] = (num_full + 1) * batch.block_size
             batch.prefix_waits.advance(sequence)

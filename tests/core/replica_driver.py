@@ -39,6 +39,7 @@ from rayserve_paged.core.messages import (
 )
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request, SamplingParams, admit
+from rayserve_paged.core.retention import RetentionRange
 from rayserve_paged.core.sequence import SequenceState
 
 R0 = ReplicaId("r0")
@@ -85,6 +86,7 @@ def make_request(
     attachments: tuple[Attachment, ...] = (),
     window: int | None = None,
     num_sink_tokens: int = 0,
+    retention: tuple[RetentionRange, ...] = (),
     **params: float | str | tuple[int, ...] | None,
 ) -> Request:
     fields = {"temperature": 0.0, "seed": 0} | params
@@ -100,6 +102,7 @@ def make_request(
         attachments=attachments,
         window=window,
         num_sink_tokens=num_sink_tokens,
+        retention=retention,
     )
 
 
