@@ -7,10 +7,11 @@ if TYPE_CHECKING:
     from rayserve_paged.core.attachments import Attachment
     from rayserve_paged.core.block_identity import Adapter, RequestScope
     from rayserve_paged.core.request import SamplingParams
+    from rayserve_paged.core.retention import RetentionRange
     from rayserve_paged.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Adapter", "Attachment", "RequestScope", "SamplingParams"]
+__all__ = ["LLM", "Adapter", "Attachment", "RequestScope", "RetentionRange", "SamplingParams"]
 
 # Imported on first use: `import rayserve_paged.core` must load neither torch nor ray.
 _LAZY = {
@@ -18,6 +19,7 @@ _LAZY = {
     "Adapter": "rayserve_paged.core.block_identity",
     "Attachment": "rayserve_paged.core.attachments",
     "RequestScope": "rayserve_paged.core.block_identity",
+    "RetentionRange": "rayserve_paged.core.retention",
     "SamplingParams": "rayserve_paged.core.request",
 }
 

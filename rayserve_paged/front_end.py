@@ -21,6 +21,7 @@ from rayserve_paged.core.errors import (
 from rayserve_paged.core.ids import Attempt, ConsumerId, PinId, RequestId
 from rayserve_paged.core.messages import PinPrefix, UnpinPrefix
 from rayserve_paged.core.request import MAX_SEED, Request, SamplingParams, admit, check_token_ids
+from rayserve_paged.core.retention import RetentionRange
 from rayserve_paged.deployment import Deployment
 from rayserve_paged.generation import Generation, Job
 from rayserve_paged.model.tokenizer import Tokenizer
@@ -61,6 +62,7 @@ class FrontEnd:
         deadline_s: float | None = None,
         window: int | None = None,
         num_sink_tokens: int = 0,
+        retention: tuple[RetentionRange, ...] = (),
         streaming: bool = False,
     ) -> Job:
         """Check a request against all that is known here, and draw what it leaves open.
@@ -75,6 +77,7 @@ class FrontEnd:
             deadline_s: Seconds from submission after which what is not done is given up.
             window: Positions that a token attends to, its own the last; None for all.
             num_sink_tokens: First positions that every token attends to besides.
+            retention: How long which of its blocks are to stay cached.
             streaming: Whether its chunks are to be read as they come.
 
         Raises:
@@ -115,6 +118,7 @@ class FrontEnd:
             deadline_s=deadline_s,
             window=window,
             num_sink_tokens=num_sink_tokens,
+            retention=retention,
         )
         admitted = admit(request, self._deployment.limits)
         return Job(request_id or private_id, text, admitted, shows_logprobs)

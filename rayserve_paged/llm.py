@@ -10,6 +10,7 @@ from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.config import DeploymentConfig, Dtype, QueuePolicy
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, RequestFailedError
 from rayserve_paged.core.request import ModelLimits, SamplingParams
+from rayserve_paged.core.retention import RetentionRange
 from rayserve_paged.front_end import FrontEnd, Prompt
 from rayserve_paged.generation import Job
 from rayserve_paged.load_config import load_config, user_cache_dir
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 _BUILT_IN_MODELS: Final = ("fingerprint", "smollm2")
 
 _INT_OR_NONE: Final[tuple[type[int | None], ...]] = (int, NoneType)
+
+Retention = tuple[RetentionRange, ...]
+"""Ranges of one request, in the order of its tokens."""
 
 _T = TypeVar("_T")
 
@@ -158,6 +162,7 @@ class LLM:
         scope: RequestScope | None = None,
         window: int | None = None,
         num_sink_tokens: int = 0,
+        retention: Retention = (),
     ) -> None:
         """Raise what `generate` would raise for this prompt before it submits anything."""
         self._front_end.prepare(
@@ -167,6 +172,7 @@ class LLM:
             scope=scope,
             window=window,
             num_sink_tokens=num_sink_tokens,
+            retention=retention,
         )
 
     def generate(
@@ -178,6 +184,7 @@ class LLM:
         scopes: RequestScope | Sequence[RequestScope] | None = None,
         windows: int | Sequence[int | None] | None = None,
         num_sink_tokens: int | Sequence[int] = 0,
+        retention: Retention | list[Retention] = (),
         request_ids: Sequence[str] | None = None,
         tenants: str | Sequence[str] | None = None,
         deadline_s: float | None = None,
@@ -202,6 +209,8 @@ class LLM:
                 positions. Requests of different windows share no cached prefixes.
             num_sink_tokens: For all, or one for each: first positions that every token attends to
                 besides its window.
+            retention: A tuple for all, or a list with one for each: which ranges of a request's
+                tokens are to stay cached for longer or shorter than others once it has ended.
             request_ids: One for each, unique among this LLM's live requests; drawn by default.
             tenants: For all, or one for each: who is charged under the policy "weighted-fair".
             deadline_s: Seconds from now after which a request is given up; its output then has
@@ -227,6 +236,7 @@ class LLM:
             scopes,
             windows,
             num_sink_tokens,
+            retention,
             request_ids,
             tenants,
             deadline_s,
@@ -248,6 +258,7 @@ class LLM:
         scopes: RequestScope | Sequence[RequestScope],
         windows: int | Sequence[int | None] | None,
         num_sink_tokens: int | Sequence[int],
+        retention: Retention | list[Retention],
         request_ids: Sequence[str] | None,
         tenants: str | Sequence[str] | None,
         deadline_s: float | None,
@@ -260,6 +271,7 @@ class LLM:
         all_scopes = _for_each("scopes", scopes, RequestScope, len(batch))
         all_windows = _for_each("windows", windows, _INT_OR_NONE, len(batch))
         all_sinks = _for_each("num_sink_tokens", num_sink_tokens, int, len(batch))
+        all_retention: list[Retention] = _for_each("retention", retention, tuple, len(batch))
         ids: Sequence[str | None] = [None] * len(batch)
         if request_ids is not None:
             ids = _for_each("request_ids", request_ids, str, len(batch))
@@ -275,12 +287,12 @@ class LLM:
             all_scopes,
             all_windows,
             all_sinks,
+            all_retention,
             all_tenants,
             strict=True,
         )
-        for index, (prompt, own, priority, own_id, scope, window, sinks, tenant) in enumerate(
-            given
-        ):
+        for index, each in enumerate(given):
+            prompt, own, priority, own_id, scope, window, sinks, ranges, tenant = each
             try:
                 job = self._front_end.prepare(
                     prompt,
@@ -290,6 +302,7 @@ class LLM:
                     scope=scope,
                     window=window,
                     num_sink_tokens=sinks,
+                    retention=ranges,
                     tenant=tenant,
                     deadline_s=deadline_s,
                 )
@@ -309,6 +322,7 @@ class LLM:
         scope: RequestScope | None = None,
         window: int | None = None,
         num_sink_tokens: int = 0,
+        retention: Retention = (),
         request_id: str | None = None,
         tenant: str | None = None,
         deadline_s: float | None = None,
@@ -326,6 +340,7 @@ class LLM:
             scope: As in `generate`.
             window: As `windows` of `generate`.
             num_sink_tokens: As in `generate`.
+            retention: As in `generate`, a tuple.
             request_id: Unique among this LLM's live requests; None to draw one.
             tenant: Who is charged under the policy "weighted-fair".
             deadline_s: Seconds from the first iteration after which it is given up: the stream
@@ -348,6 +363,7 @@ class LLM:
             deadline_s=deadline_s,
             window=window,
             num_sink_tokens=num_sink_tokens,
+            retention=retention,
             streaming=True,
         )
         return self._thread.iterate(self._front_end.stream(job))

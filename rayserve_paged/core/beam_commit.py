@@ -111,7 +111,9 @@ def _enter_others(batch: RunningBatch, group: BeamGroup) -> None:
         num_places = common * len(sequence.windows)
         if len(places) < num_places and not first.table.has_window:
             places = first.table.places()[:num_places]
-        sequence.table = batch.kv.open(places, None, sequence.windows, resumes=True)
+        sequence.table = batch.kv.open(
+            places, None, sequence.windows, resumes=True, retention=sequence.retention
+        )
         sequence.num_sealed = len(places) // len(sequence.windows)
         sequence.priority = first.priority
         batch.enter(sequence, sequence.num_sealed * block_size)

@@ -41,6 +41,7 @@ from rayserve_paged.core.messages import (
 )
 from rayserve_paged.core.outbox import LEASES_TO_REMEMBER
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request, admit
+from rayserve_paged.core.retention import RetentionRange
 
 POLICIES: tuple[QueuePolicy, ...] = get_args(QueuePolicy)
 LEASE_S = TIMEOUTS.consumer_lease_s
@@ -64,6 +65,15 @@ STORIES = (
     [3, 1, 4, 1, 5, 9, 2, 7, 7, 7, 7, 7],
 )
 
+
+# Cut off where the prompt ends.
+RETENTIONS: tuple[tuple[RetentionRange, ...], ...] = (
+    (RetentionRange(priority=80),),
+    (RetentionRange(priority=10),),
+    (RetentionRange(priority=5, duration_s=0.1),),
+    (RetentionRange(0, 4, 90, 2.5), RetentionRange(4, 6, 60, 0.1), RetentionRange(6, 12, 20)),
+    (RetentionRange(1, 3, 0), RetentionRange(5, None, 100, 0.1)),
+)
 
 # What tells equal tokens apart.
 IDENTITIES: dict[str, dict[str, Any]] = {
@@ -132,6 +142,15 @@ class Tracked:
         draw, poisoned = self.poison
         # Samples that are not forked yet fail together.
         return draw if draw == 0 or poisoned is None or poisoned == sibling else None
+
+
+def cut(ranges: tuple[RetentionRange, ...], num_prompt: int) -> tuple[RetentionRange, ...]:
+    """Return what of some ranges a prompt of this length can have."""
+    return tuple(
+        dataclasses.replace(each, end=None if each.end is None else min(each.end, num_prompt))
+        for each in ranges
+        if each.start < num_prompt
+    )
 
 
 class ReplicaMachine(RuleBasedStateMachine):
@@ -221,6 +240,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         poison=st.sampled_from([*[None] * 5, (0, None), (2, None), (0, 1), (1, 0), (2, 1)]),
         deadline_s=st.sampled_from([None, None, None, 0.1, 3.0, 100.0]),
         attention=st.sampled_from([*[(None, 0)] * 3, (1, 0), (2, 1), (3, 0), (4, 5), (7, 2)]),
+        retention=st.sampled_from([(), (), *RETENTIONS]),
     )
     def submit(
         self,
@@ -235,6 +255,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         poison: tuple[int, int | None] | None,
         deadline_s: float | None,
         attention: tuple[int | None, int] = (None, 0),
+        retention: tuple[RetentionRange, ...] = (),
     ) -> None:
         for temperature, priority in enumerate(priorities):
             request = make_request(
@@ -249,6 +270,7 @@ class ReplicaMachine(RuleBasedStateMachine):
                 prompt_logprobs=prompt_logprobs,
                 window=attention[0],
                 num_sink_tokens=attention[1],
+                retention=cut(retention, num_prompt),
             )
             request = dataclasses.replace(
                 request, deadline_s=deadline_s, tenant=consumer, **IDENTITIES[identity]

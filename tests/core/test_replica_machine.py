@@ -11,6 +11,7 @@ from replica_machine import (
     LAYER_GROUPS,
     LEASE_S,
     POLICIES,
+    RETENTIONS,
     STORIES,
     ReplicaMachine,
 )
@@ -49,6 +50,7 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
             draw.choice([*[None] * 10, (0, None), (2, None), (0, 2), (1, 0), (3, 1)]),
             draw.choice([None, None, None, 0.5, 5.0]),
             draw.choice([(None, 0), (None, 0), (1, 0), (2, 3), (3, 0), (4, 5), (7, 2), (99, 0)]),
+            draw.choice([(), (), *RETENTIONS]),
         )
 
     def search() -> None:

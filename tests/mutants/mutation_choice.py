@@ -17,12 +17,14 @@ _OTHER_MODULES = {
     "event_log",
     "eviction",
     "fair_share",
+    "ghosts",
     "ids",
     "invariants",
     "keyed_heap",
     "messages",
     "outbox",
     "request",
+    "run_lists",
     "waiting_queue",
 }
 MODULES = tuple(
