@@ -135,7 +135,9 @@ def test_a_pin_is_answered_by_every_replica_and_refused_by_each_that_may_not_hol
     assert sorted(answers) == ["r0", "r1"]
     assert [answer.num_tokens for answer in answers.values()] == [0, 0]
     # Nothing may be pinned here. One replica has three full blocks; the other has nothing to hold.
-    has, other = answers.pop(updates[-1].replica_id), *answers.values()
+    replica_id = updates[-1].replica_id
+    assert replica_id is not None
+    has, other = answers.pop(replica_id), *answers.values()
     assert str(has.refused) == str(PinLimitError("p", 3, 0, 0))
     assert other.refused is None
     asyncio.run(shell.unpin_prefix(UnpinPrefix(PinId("p"))))
