@@ -224,15 +224,20 @@ class BlockPool:
         """Return the priority of a block."""
         return self._cached.priority(block_id)
 
-    def seal(self, block_id: BlockId) -> None:
+    def seal(self, block_id: BlockId) -> bool:
         """Keep this HELD block as CACHED once its last holder lets go.
+
+        Returns:
+            Whether it was not kept before.
 
         Raises:
             LedgerError: The block is not HELD.
         """
         if not self._counts[block_id]:
             raise LedgerError(f"block {block_id} is not HELD and cannot be sealed", block_id)
+        is_new = self._kept[block_id] != _SEALED
         self._kept[block_id] = _SEALED
+        return is_new
 
     def freeze(self, block_id: BlockId) -> None:
         """Keep this HELD block, which is not full, as CACHED once its last holder lets go.

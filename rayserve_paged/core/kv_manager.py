@@ -259,8 +259,7 @@ class KVManager:
             return False
         if self._duplicates:
             self._duplicates.pop(block_id, None)
-        is_new = not self.pool.is_sealed(block_id)
-        self.pool.seal(block_id)
+        is_new = self.pool.seal(block_id)
         if self.partials is None or content is None or block_id in self.partials:
             return is_new
         if content.token_ids:
