@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -145,6 +146,31 @@ def test_parts_of_a_chain_that_fall_one_after_the_other_stay_in_order() -> None:
     assert order(kv) == [4, 3, 2, 1, 5, 0]
     kv.retention.advance(30.0)
     assert order(kv) == [4, 3, 2, 1, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("priorities", "before"),
+    [
+        ((90, 80, 70), [0, 6, 5, 4, 3, 2, 1]),
+        ((70, 60, 50), [0, 6, 5, 4, 3, 2, 1]),
+        ((30, 20, 10), [5, 4, 3, 2, 1, 0, 6]),
+    ],
+)
+def test_parts_of_a_chain_that_change_at_once_stay_in_order(
+    priorities: tuple[int, ...], before: list[int]
+) -> None:
+    kv = new_manager()
+    serve(kv, [9])  # 0
+    ends = (2, 3, 5)
+    ranges = tuple(
+        RetentionRange(start, end, priority, 5.0)
+        for start, end, priority in zip((0, 2, 3), ends, priorities, strict=True)
+    )
+    serve(kv, [1, 2, 3, 4, 5], *ranges)  # 1 to 5
+    serve(kv, [8])  # 6
+    assert order(kv) == before
+    kv.retention.advance(5.0)
+    assert order(kv) == [0, 5, 4, 3, 2, 1, 6]
 
 
 def test_the_highest_live_wish_counts_for_a_shared_block() -> None:
