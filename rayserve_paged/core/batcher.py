@@ -167,8 +167,8 @@ class Batcher:
 
         Where it is the leader's own, the leader goes on until the others are.
         """
-        self.queue.forgive(leader)
         leader.withdrawn |= {sibling}
+        self.queue.forgive(leader)
 
     def preempt(self, sequence: SequenceState) -> None:
         """Take a running sequence's blocks away; it resumes by recomputing what the cache lost.

@@ -122,9 +122,11 @@ class WaitingQueue:
             self._fair.charge(sequence)
 
     def forgive(self, leader: SequenceState) -> None:
-        """Note that a sample of a sequence will never be born."""
+        """Note that a sample of a sequence will never be born, so that less is left to do."""
         if self._fair is not None:
             self._fair.refund(leader, leader.max_known - leader.num_known)
+        elif isinstance(self._order, _FixedOrder) and leader in self._by_age:
+            self._order.add(leader)
 
     def settle(self, sequence: SequenceState) -> None:
         """Note that a sequence that had started has ended."""
@@ -150,7 +152,7 @@ def _snapshot(
 
 
 class _FixedOrder:
-    """Keys that do not change while a sequence waits."""
+    """Keys that change while a sequence waits only where it is added again."""
 
     def __init__(self, key_of: Callable[[WaitingRequest], OrderKey]) -> None:
         self._key_of = key_of

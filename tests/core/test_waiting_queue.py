@@ -3,12 +3,13 @@ import random
 from typing import get_args
 
 import pytest
-from replica_driver import make_request, make_scope, prompt_keys
+from replica_driver import ReplicaDriver, make_limits, make_request, make_scope, prompt_keys
 
 from rayserve_paged.core import policy
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.config import QueuePolicy
 from rayserve_paged.core.kv_manager import KVManager
+from rayserve_paged.core.messages import CancelRequest
 from rayserve_paged.core.policy import WAITING_KEYS, WaitingRequest
 from rayserve_paged.core.sequence import SequenceState
 from rayserve_paged.core.waiting_queue import WaitingQueue
@@ -344,3 +345,17 @@ def test_tenants_that_always_wait_are_served_alike_within_one_request_each() -> 
         tokens = draw.randrange(1, largest)
         queue.add(waiting(next(arrivals), tenant=started.tenant, max_tokens=tokens))
         assert max(served.values()) - min(served.values()) <= largest / min(weights.values())
+
+
+def test_one_of_whose_samples_is_withdrawn_while_it_waits_moves_up_as_the_shortest() -> None:
+    driver = ReplicaDriver(make_limits(64, max_num_seqs=4), policy="shortest-remaining")
+    driver.submit(make_request(range(5), 9, request_id="runs", n=4))
+    driver.submit(make_request(range(4), 8, request_id="two", n=2))
+    three = make_request(range(4), 6, request_id="three", n=3)
+    driver.submit(three)
+    queue = driver.replica.batcher.queue
+    # 4 + 2 * 8 tokens against 4 + 3 * 6, and 4 + 2 * 6 once one of the three is withdrawn.
+    names = [sequence.request.request_id for sequence in queue.in_order]
+    assert names == ["two", "three"]
+    driver.send(CancelRequest(three.request_id, three.attempt, sibling=1))
+    assert queue.first() is driver.sequence(three)
