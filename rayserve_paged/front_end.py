@@ -11,6 +11,7 @@ from typing import Any
 
 from rayserve_paged.consumer_loop import ConsumerLoop
 from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.attention_window import AttentionWindow
 from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.errors import (
     DuplicateRequestError,
@@ -85,8 +86,12 @@ class FrontEnd:
             CapacityError: The pool can never hold it.
         """
         text, token_ids, attachments = self._tokenize(prompt)
-        scope = scope or RequestScope()
+        scope = RequestScope() if scope is None else scope
+        _check_type("params", params, SamplingParams, "SamplingParams, or None")
+        _check_type("scope", scope, RequestScope, "a RequestScope, or None")
         if scope.window is not None:
+            accepted = "an AttentionWindow, or None"
+            _check_type("scope.window", scope.window, AttentionWindow, accepted)
             if window is not None or num_sink_tokens:
                 raise InvalidInputError("window", window, "None where the scope has a window")
             window, num_sink_tokens = scope.window.size, scope.window.num_sink_tokens
@@ -310,6 +315,11 @@ class FrontEnd:
     async def close(self) -> None:
         """Cancel what is open; streams that are read raise RequestFailedError."""
         await self._loop.close()
+
+
+def _check_type(field: str, value: object, kind: type, accepted: str) -> None:
+    if not isinstance(value, kind):
+        raise InvalidInputError(field, value, accepted)
 
 
 def _parts(prompt: Mapping[str, object]) -> tuple[tuple[int, ...], tuple[Attachment, ...]]:

@@ -167,7 +167,7 @@ class LLM:
         """Raise what `generate` would raise for this prompt before it submits anything."""
         self._front_end.prepare(
             prompt,
-            params or SamplingParams(),
+            SamplingParams() if params is None else params,
             priority,
             scope=scope,
             window=window,
@@ -355,7 +355,7 @@ class LLM:
         self._check_open()
         job = self._front_end.prepare(
             prompt,
-            params or SamplingParams(),
+            SamplingParams() if params is None else params,
             priority,
             request_id,
             scope=scope,

@@ -70,6 +70,9 @@ def check_attachments(attachments: object, num_prompt: int, *, supported: bool) 
         if attachment.offset < end:
             accepted = f"at least {end}: attachments follow one another and do not overlap"
             raise InvalidInputError(f"attachments[{index}].offset", attachment.offset, accepted)
+        if attachment.offset >= num_prompt:
+            accepted = f"at most {num_prompt - 1}, a token of the prompt"
+            raise InvalidInputError(f"attachments[{index}].offset", attachment.offset, accepted)
         end = attachment.end
         if end > num_prompt:
             accepted = f"at most {num_prompt - attachment.offset}, up to the end of the prompt"

@@ -59,6 +59,14 @@ ENDINGS: tuple[tuple[float, bool | str], ...] = (
     (2.0, "never"),
     (-1.0, False),
 )
+# What a search may choose from.
+CHOICES: tuple[dict[str, Any], ...] = (
+    {},
+    {"stop_token_ids": tuple(range(1, 12))},
+    {"min_tokens": 3, "stop_token_ids": (5, 6, 7)},
+    {"allowed_token_ids": tuple(range(3, 11)), "stop_token_ids": (3, 4, 5)},
+    {"ignore_eos": True},
+)
 STORIES = (
     [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8],
     [3, 1, 4, 1, 7, 7, 7, 7, 7, 7, 7, 7],
@@ -328,7 +336,11 @@ class ReplicaMachine(RuleBasedStateMachine):
             request_id=RequestId(f"q{self.num_submitted}"),
             attempt=Attempt(0),
             prompt_token_ids=prompt,
-            params=dataclasses.replace(tracked.request.params, max_tokens=max_tokens),
+            params=dataclasses.replace(
+                tracked.request.params,
+                max_tokens=max_tokens,
+                min_tokens=min(tracked.request.params.min_tokens, max_tokens),
+            ),
         )
         self.num_submitted += 1
         if self.is_admitted(request):
@@ -345,6 +357,11 @@ class ReplicaMachine(RuleBasedStateMachine):
         num_outputs=st.sampled_from([1, 2, 4]),
         ending=st.sampled_from(ENDINGS),
         poison=st.sampled_from([*[None] * 5, (0, None), (2, None)]),
+        identity=st.sampled_from(["plain", "plain", *IDENTITIES]),
+        prompt_logprobs=st.sampled_from([None, None, 0, 1]),
+        deadline_s=st.sampled_from([None, None, None, 0.1, 3.0, 100.0]),
+        attention=st.sampled_from([*[(None, 0)] * 3, (1, 0), (2, 1), (3, 0), (4, 5), (7, 2)]),
+        choice=st.sampled_from(CHOICES),
     )
     def submit_a_search(
         self,
@@ -357,7 +374,13 @@ class ReplicaMachine(RuleBasedStateMachine):
         num_outputs: int,
         ending: tuple[float, bool | str],
         poison: tuple[int, int | None] | None,
+        identity: str,
+        prompt_logprobs: int | None,
+        deadline_s: float | None,
+        attention: tuple[int | None, int],
+        choice: dict[str, Any],
     ) -> None:
+        min_tokens = min(choice.get("min_tokens", 0), max_tokens)
         request = make_request(
             story[:num_prompt],
             max_tokens,
@@ -369,7 +392,13 @@ class ReplicaMachine(RuleBasedStateMachine):
             beam_width=width,
             length_penalty=ending[0],
             early_stopping=ending[1],
-            prompt_logprobs=1 if width == 3 else None,
+            prompt_logprobs=prompt_logprobs,
+            window=attention[0],
+            num_sink_tokens=attention[1],
+            **choice | {"min_tokens": min_tokens},
+        )
+        request = dataclasses.replace(
+            request, deadline_s=deadline_s, tenant=consumer, **IDENTITIES[identity]
         )
         self.num_submitted += 1
         if self.is_admitted(request):

@@ -118,7 +118,8 @@ def test_an_attachment_with_a_field_that_means_nothing_is_refused(
         ((Attachment(DIGEST, 0, 4), Attachment(OTHER, 3, 1)), "attachments[1].offset", 3),
         ((Attachment(DIGEST, 4, 1), Attachment(OTHER, 0, 1)), "attachments[1].offset", 0),
         ((Attachment(DIGEST, 0, 9),), "attachments[0].num_tokens", 9),
-        ((Attachment(DIGEST, 0, 1), Attachment(OTHER, 8, 1)), "attachments[1].num_tokens", 1),
+        ((Attachment(DIGEST, 0, 1), Attachment(OTHER, 7, 2)), "attachments[1].num_tokens", 2),
+        ((Attachment(DIGEST, 0, 1), Attachment(OTHER, 8, 1)), "attachments[1].offset", 8),
     ],
 )
 def test_attachments_that_overlap_or_lie_outside_the_prompt_are_refused(

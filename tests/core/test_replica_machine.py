@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import settings
 from replica_machine import (
+    CHOICES,
     CONSUMERS,
     ENDINGS,
     IDENTITIES,
@@ -64,6 +65,11 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
             draw.randint(1, 5),
             draw.choice(ENDINGS),
             draw.choice([*[None] * 10, (0, None), (2, None), (4, None)]),
+            draw.choice(["plain", "plain", *IDENTITIES]),
+            draw.choice([None, None, 0, 1]),
+            draw.choice([None, None, None, 0.5, 5.0]),
+            draw.choice([(None, 0), (None, 0), (1, 0), (2, 3), (3, 0), (4, 5), (7, 2), (99, 0)]),
+            draw.choice(CHOICES),
         )
 
     def submit_again() -> None:
@@ -119,6 +125,8 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
             machine.pin(draw.choice(STORIES), draw.randint(1, 12), draw.random() < 0.5)
         if draw.random() < 0.03:
             machine.unpin(draw.random() < 0.5)
+        if draw.random() < 0.004:
+            machine.reset_the_cache(7)
         if draw.random() < 0.002:
             machine.end_the_incarnation(13, draw.random() < 0.5)
     machine.teardown()

@@ -112,3 +112,27 @@ def test_scopes_are_one_for_all_or_one_for_each(llm: LLM) -> None:
             llm.generate(["a", "b"], GREEDY, scopes=scopes)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidInputError, match="tenant_salt=7"):
         llm.validate("a", GREEDY, scope=RequestScope(7))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scope": "team-a"}, "scope='team-a' is not accepted: expected a RequestScope, or None"),
+        ({"scope": ""}, "scope='' is not accepted: expected a RequestScope, or None"),
+        (
+            {"scope": RequestScope(window=3)},  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+            "scope.window=3 is not accepted: expected an AttentionWindow, or None",
+        ),
+        ({"params": {"n": 2}}, "params={'n': 2} is not accepted: expected SamplingParams, or None"),
+        ({"params": {}}, "params={} is not accepted: expected SamplingParams, or None"),
+    ],
+)
+def test_one_that_is_no_scope_or_no_parameters_is_refused_by_name(
+    llm: LLM,
+    arguments: Any,  # noqa: ANN401
+    message: str,
+) -> None:
+    for call in (llm.validate, llm.stream):
+        with pytest.raises(InvalidInputError) as refused:
+            call("a", **arguments)
+        assert str(refused.value) == message
