@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import cast
 
 from rayserve_paged.core.batcher import Batcher
 from rayserve_paged.core.beam_group import BeamGroup
@@ -20,6 +21,12 @@ from rayserve_paged.core.sequence import Phase, SequenceState
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise LedgerError(message)
+
+
+def _all_blocks(pool: BlockPool) -> Iterable[BlockId]:
+    # Messages and ids are made one by one in what follows only where something is wrong: it runs
+    # after every step, over every block.
+    return cast("Iterable[BlockId]", range(pool.num_blocks))
 
 
 def check_pool(
@@ -47,16 +54,13 @@ def check_pool(
     free, cached = set(pool.free_ids), set(pool.cached_ids)
     _require(len(free) == pool.num_free, f"a block is twice on the free list: {pool.free_ids}")
     _require(not free & cached, "a block is both FREE and CACHED")
-    for index in range(pool.num_blocks):
-        block_id = BlockId(index)
-        count = pool.count(block_id)
-        _require(
-            count == counts[block_id],
-            f"block {block_id} has count {count} and {counts[block_id]} holders",
-        )
+    for block_id in _all_blocks(pool):
+        count, num_holders = pool.count(block_id), counts.get(block_id, 0)
+        if count != num_holders:
+            raise LedgerError(f"block {block_id} has count {count} and {num_holders} holders")
         held = pool.state(block_id) is BlockState.HELD
-        listed_free = block_id in free or block_id in cached
-        _require(held != listed_free, f"block {block_id} is HELD and listed, or neither")
+        if held == (block_id in free or block_id in cached):
+            raise LedgerError(f"block {block_id} is HELD and listed, or neither")
     total = pool.num_free + pool.num_held + pool.num_cached
     _require(total == pool.num_blocks, f"{total} blocks in a pool of {pool.num_blocks}")
 
@@ -89,9 +93,7 @@ def check_partials(kv: KVManager, copy_sources: Iterable[Iterable[BlockId]] = ()
     """
     pool, partials = kv.pool, kv.partials
     sources = Counter(block_id for block_ids in copy_sources for block_id in block_ids)
-    frozen = {
-        block_id for block_id in map(BlockId, range(pool.num_blocks)) if pool.is_frozen(block_id)
-    }
+    frozen = {block_id for block_id in _all_blocks(pool) if pool.is_frozen(block_id)}
     if partials is None:
         _require(not frozen, "blocks are frozen without partial reuse")
         return
@@ -126,15 +128,16 @@ def check_retention(kv: KVManager) -> None:
         LedgerError: The first disagreement.
     """
     pool, asked = kv.pool, dict(kv.retention.items())
-    for block_id in map(BlockId, range(pool.num_blocks)):
+    for block_id in _all_blocks(pool):
         steps = asked.get(block_id, ())
         expected = steps[0][1] if steps else DEFAULT_PRIORITY
         priority = pool.priority(block_id)
-        _require(
-            priority == expected,
-            f"block {block_id} has priority {priority} and is to have {expected}",
-        )
-        _require(not steps or pool.is_sealed(block_id), f"block {block_id} is kept unsealed")
+        if priority != expected:
+            message = f"block {block_id} has priority {priority} and is to have {expected}"
+            raise LedgerError(message)
+        if not steps:
+            continue
+        _require(pool.is_sealed(block_id), f"block {block_id} is kept unsealed")
         ends = [until for until, _priority in steps]
         _require(ends == sorted(set(ends)), f"steps of block {block_id} are out of order: {steps}")
         _require(not ends or ends[0] > kv.retention.now, f"block {block_id} is kept for too long")

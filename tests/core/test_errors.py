@@ -12,6 +12,7 @@ from rayserve_paged.core.errors import (
     NoReplicaError,
     OverloadedError,
     PagedError,
+    PinLimitError,
     ReplicaLostError,
     RequestFailedError,
 )
@@ -30,6 +31,11 @@ EXAMPLES = [
     (
         DuplicateRequestError("q1"),
         "request_id='q1' is in use by a request that has not finished",
+    ),
+    (
+        PinLimitError("system", 9, 4, 12),
+        "pin 'system' needs 9 blocks, and of the 12 that pins may hold 4 are pinned: unpin others, "
+        "shorten the prefix or raise max_pinned_share",
     ),
     (NoReplicaError("none has registered"), "no replica can take the request: none has registered"),
     (

@@ -14,7 +14,7 @@ from rayserve_paged.core.sequence import Phase
 def test_b43_an_urgent_request_starts_by_the_next_step_where_sequences_are_the_limit(
     pipeline_depth: int,
 ) -> None:
-    limits = make_limits(num_blocks=1000, max_model_len=4096)
+    limits = make_limits(num_blocks=520, max_model_len=4096)
     driver = ReplicaDriver(limits, max_num_seqs=2, pipeline_depth=pipeline_depth)
     lows = [make_request([i], 1000, request_id=f"low{i}", priority=1) for i in (0, 1)]
     streams = [driver.submit(low) for low in lows]

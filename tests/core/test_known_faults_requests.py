@@ -286,6 +286,7 @@ def test_b100_a_seeded_stream_goes_on_after_a_preemption_as_without_one() -> Non
     assert got == [oracle(pair, limits, sibling).token_ids for sibling in (0, 1)]
 
 
+@pytest.mark.slow
 def test_b107_the_books_are_at_zero_after_10000_requests_and_two_deaths() -> None:
     draw = random.Random(0)
     limits = make_limits(num_blocks=4)
