@@ -55,6 +55,7 @@ class CapacityError(InvalidInputError):
         num_blocks: Blocks of the pool, without those that may be pinned.
         block_size: Slots per block.
         beam_width: Beams of the request, 1 where it has no search.
+        max_pinned_blocks: Blocks of the pool that may be pinned.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class CapacityError(InvalidInputError):
         num_blocks: int,
         block_size: int,
         beam_width: int = 1,
+        max_pinned_blocks: int = 0,
     ) -> None:
         PagedError.__init__(
             self,
@@ -74,6 +76,7 @@ class CapacityError(InvalidInputError):
             num_blocks,
             block_size,
             beam_width,
+            max_pinned_blocks,
         )
         self.field = "max_tokens"
         self.value = max_tokens
@@ -84,15 +87,18 @@ class CapacityError(InvalidInputError):
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.beam_width = beam_width
+        self.max_pinned_blocks = max_pinned_blocks
 
     def __str__(self) -> str:
         beams = f" and beam_width={self.beam_width}" if self.beam_width > 1 else ""
         lower = "max_tokens or beam_width" if beams else "max_tokens"
+        pinned = self.max_pinned_blocks
+        pins = f" beside the {pinned} that pins may hold" if pinned else ""
         return (
             f"a prompt of {self.num_prompt_tokens} tokens with max_tokens={self.max_tokens}{beams} "
             f"needs {self.num_blocks_needed} blocks of {self.block_size} slots, and the pool has "
-            f"{self.num_blocks} ({self.num_blocks * self.block_size} slots): shorten the prompt, "
-            f"lower {lower} or give the cache more blocks"
+            f"{self.num_blocks} ({self.num_blocks * self.block_size} slots){pins}: shorten the "
+            f"prompt, lower {lower} or give the cache more blocks"
         )
 
 

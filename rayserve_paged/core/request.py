@@ -474,8 +474,15 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     request = dataclasses.replace(request, params=params)
     needed, usable = request.num_blocks_needed(limits), limits.num_usable_blocks
     if needed > usable:
-        width = params.beam_width or 1
-        raise CapacityError(num_prompt, max_tokens, needed, usable, limits.block_size, width)
+        raise CapacityError(
+            num_prompt,
+            max_tokens,
+            needed,
+            usable,
+            limits.block_size,
+            params.beam_width or 1,
+            limits.max_pinned_blocks,
+        )
     return request
 
 

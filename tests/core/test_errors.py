@@ -29,6 +29,12 @@ EXAMPLES = [
         "has 100 (1600 slots): shorten the prompt, lower max_tokens or give the cache more blocks",
     ),
     (
+        CapacityError(30, 10, 10, 8, 4, max_pinned_blocks=8),
+        "a prompt of 30 tokens with max_tokens=10 needs 10 blocks of 4 slots, and the pool has 8 "
+        "(32 slots) beside the 8 that pins may hold: shorten the prompt, lower max_tokens or give "
+        "the cache more blocks",
+    ),
+    (
         DuplicateRequestError("q1"),
         "request_id='q1' is in use by a request that has not finished",
     ),
