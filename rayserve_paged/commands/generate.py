@@ -81,6 +81,9 @@ _IgnoreEos = Annotated[
     bool, _sampling("Go on past the model's end-of-sequence ids.", "--ignore-eos")
 ]
 _Stop = Annotated[list[str] | None, _sampling("String that ends the text; may be given again.")]
+_StopTokenIds = Annotated[
+    str | None, _sampling("Tokens that end the output and belong to it, such as 17,18.")
+]
 _Logprobs = Annotated[
     int | None, _sampling("Log-probabilities of this many tokens at each position.")
 ]
@@ -143,6 +146,7 @@ def generate(
     seed: _Seed = None,
     ignore_eos: _IgnoreEos = False,
     stop: _Stop = None,
+    stop_token_ids: _StopTokenIds = None,
     logprobs: _Logprobs = None,
     prompt_logprobs: _PromptLogprobs = None,
     tp: _Tp = None,
@@ -184,6 +188,7 @@ def generate(
         "seed": seed,
         "ignore_eos": ignore_eos or None,
         "stop": stop or None,
+        "stop_token_ids": stop_token_ids,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
     }
@@ -229,9 +234,10 @@ def _entries(
         raise InvalidInputError("--prompt", texts, "either --prompt or --prompts")
     if "logit_bias" in sampling:
         sampling["logit_bias"] = parse_logit_bias(sampling["logit_bias"])
-    if "allowed_token_ids" in sampling:
-        ids = parse_token_ids("--allowed-token-ids", sampling["allowed_token_ids"])
-        sampling["allowed_token_ids"] = ids
+    for field in ("allowed_token_ids", "stop_token_ids"):
+        if field in sampling:
+            flag = "--" + field.replace("_", "-")
+            sampling[field] = parse_token_ids(flag, sampling[field])
     if path is not None:
         return read_prompts(path, sampling)
     params = SamplingParams(**sampling)

@@ -175,6 +175,8 @@ def test_flags_that_edit_the_logits_reach_the_request(run: Run) -> None:
     assert token_ids("--logit-bias", "7=100") == [7] * 16
     assert token_ids("--logit-bias", '{"7": 50, "8": -1}', "--logit-bias", "9=100") == [9] * 16
     assert token_ids("--allowed-token-ids", "12") == [12] * 16
+    whole = greedy("x", 16)
+    assert token_ids("--stop-token-ids", f"1,{whole[3]}") == whole[:4]
     assert token_ids("--temperature", "50", "--min-p", "1") == greedy("x", 16)
     few = ["--allowed-token-ids", "5, 6,7,8"]
     plain = token_ids(*few)
@@ -322,6 +324,7 @@ def test_every_sampling_parameter_may_be_set_by_a_line(run: Run, tmp_path: Path)
         (["--logit-bias", "7=nan"], "logit_bias=nan is not accepted"),
         (["--logit-bias", "1000=1"], "logit_bias=1000 is not accepted"),
         (["--allowed-token-ids", ""], "--allowed-token-ids='' is not accepted"),
+        (["--stop-token-ids", "1;2"], "--stop-token-ids='1;2' is not accepted"),
         (["--allowed-token-ids", "1,x"], "--allowed-token-ids='1,x' is not accepted"),
         (["--pipeline-depth", "3"], "batch.pipeline_depth=3 is not accepted"),
         (["--max-decode-steps", "0"], "batch.max_decode_steps=0 is not accepted"),
