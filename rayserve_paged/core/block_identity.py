@@ -11,6 +11,7 @@ section 4.4), with a cryptographic digest in place of a 64-bit one.
 
 import dataclasses
 import hashlib
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -140,27 +141,31 @@ def extend_chain(
         attachments: Content behind tokens of the sequence, in their order.
         first_token: Place of `token_ids[0]` in the sequence, for the attachments' offsets.
     """
-    if isinstance(token_ids, array) and token_ids.typecode == "i" and sys.byteorder == "little":
-        # A block that outputs have filled: numpy would take longer than the hash.
-        payload = token_ids.tobytes()
-    else:
-        payload = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    payload = _payload(token_ids)
     stride = 4 * block_size
+    num_blocks = len(payload) // stride
+    blocks = struct.iter_unpack(f"{stride}s", payload[: num_blocks * stride])
     sha256 = hashlib.sha256
-    # Not made BlockKeys one by one: that is a call each.
+    # One call over parent and tokens is twice as fast as two.
     digest: bytes = parent
-    keys: list[bytes] = []
     if attachments:
-        num_blocks = len(payload) // stride
         content = content_by_block(attachments, first_token, num_blocks, block_size)
-        for block in range(num_blocks):
-            tokens = payload[block * stride : (block + 1) * stride]
-            # Behind tokens of fixed size, so that no block without content has the same bytes.
-            digest = sha256(digest + tokens + content.get(block, b"")).digest()
-            keys.append(digest)
-        return cast("list[BlockKey]", keys)
-    for start in range(0, len(payload) - stride + 1, stride):
-        # One call over both is twice as fast as two.
-        digest = sha256(digest + payload[start : start + stride]).digest()
-        keys.append(digest)
+        # Behind tokens of fixed size, so that no block without content has the same bytes.
+        keys = [
+            digest := sha256(digest + tokens + content.get(block, b"")).digest()
+            for block, (tokens,) in enumerate(blocks)
+        ]
+    else:
+        keys = [digest := sha256(digest + tokens).digest() for (tokens,) in blocks]
+    # Not made BlockKeys one by one: that is a call each.
     return cast("list[BlockKey]", keys)
+
+
+def _payload(token_ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
+    """Return tokens as little-endian int32."""
+    if isinstance(token_ids, np.ndarray):
+        return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    if isinstance(token_ids, array) and token_ids.typecode == "i" and sys.byteorder == "little":
+        return token_ids.tobytes()
+    # Half the time that numpy takes for a list.
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)

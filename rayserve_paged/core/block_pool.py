@@ -280,12 +280,12 @@ class BlockPool:
         let_go: list[BlockId] = []
         for block_id in reversed(block_ids):
             count = counts[block_id]
-            if count == 1 and kept[block_id] == _SEALED:
+            if count > 1:
+                counts[block_id] = count - 1
+            elif count and kept[block_id] == _SEALED:
                 counts[block_id] = 0
                 let_go.append(block_id)
-            elif count > 1:
-                counts[block_id] = count - 1
-            elif count == 1:
+            elif count:
                 self._let_go(block_id)
             else:
                 self._cached.released(let_go[::-1])
