@@ -1,6 +1,13 @@
 import pytest
 from fingerprint_rank import oracle
-from replica_driver import R0, ReplicaDriver, make_limits, make_request, prompt_keys
+from replica_driver import (
+    R0,
+    TIMEOUTS,
+    ReplicaDriver,
+    make_limits,
+    make_request,
+    prompt_keys,
+)
 
 from rayserve_paged.core.ids import Attempt, ConsumerId, StepId
 from rayserve_paged.core.messages import (
@@ -52,6 +59,17 @@ def test_a_pending_poll_gets_each_token_with_the_step_that_made_it(driver: Repli
         lengths.append(len(stream.token_ids))
     assert lengths == [1, 2, 3]
     assert (stream.token_ids, stream.finish) == oracle(request, driver.limits)
+
+
+def test_a_poll_with_nothing_to_say_is_answered_by_the_tick_that_ends_its_wait(
+    driver: ReplicaDriver,
+) -> None:
+    assert driver.send(PollTokens(ConsumerId("c0"), 4, 0)) == []
+    driver.tick(TIMEOUTS.poll_timeout_s - 0.1)
+    assert driver.answers == []
+    driver.tick(0.1)
+    (answer,) = driver.answers
+    assert (answer.consumer_id, answer.poll_id, answer.delivery.items) == ("c0", 4, ())
 
 
 def test_a_live_request_that_is_assigned_again_runs_once(driver: ReplicaDriver) -> None:
