@@ -256,6 +256,11 @@ class RunningBatch:
         assert not self.is_in_flight(sequence), "its blocks are being written"
         self._stop(sequence)
         self._free(sequence, discard=False)
+        # It resumes on whole blocks wherever they are cached, also where none of its own is, since
+        # the cache was reset while it ran.
+        num_full = (sequence.num_known - 1) // self.block_size
+        if num_full:
+            sequence.key(num_full - 1)
         sequence.phase = Phase.WAITING
         sequence.num_preemptions += 1
 

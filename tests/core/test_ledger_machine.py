@@ -44,6 +44,11 @@ def test_twenty_thousand_random_operations_break_nothing() -> None:
         assert events[name] >= 10, f"hardly any were {name}: {events}"
 
 
+@pytest.mark.parametrize("seed", [1057])
+def test_a_walk_that_once_broke_something_breaks_nothing_any_more(seed: int) -> None:
+    walk(seed, OPERATIONS_OF_A_WALK)
+
+
 @pytest.mark.prove
 @pytest.mark.timeout(0)
 def test_a_million_random_operations_break_nothing() -> None:
