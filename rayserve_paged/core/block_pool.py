@@ -167,8 +167,9 @@ class BlockPool:
         if num_blocks > from_free:
             evicted = self._evict(num_blocks - from_free)
             block_ids += evicted
+        counts = self._counts
         for block_id in block_ids:
-            self._counts[block_id] = 1
+            counts[block_id] = 1
         return Allocation(block_ids, evicted)
 
     def _evict(self, num_blocks: int) -> list[BlockId]:
@@ -176,8 +177,9 @@ class BlockPool:
         evicted = [self._frozen.popitem(last=False)[0] for _ in range(num_frozen)]
         if num_blocks > num_frozen:
             evicted += self._cached.evict(num_blocks - num_frozen)
+        kept = self._kept
         for block_id in evicted:
-            self._kept[block_id] = 0
+            kept[block_id] = 0
         return evicted
 
     def share(self, block_ids: Iterable[BlockId]) -> None:

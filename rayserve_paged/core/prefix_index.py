@@ -80,16 +80,18 @@ class PrefixIndex:
 
     def remove(self, block_ids: Iterable[BlockId]) -> None:
         """Stop matching these blocks; those that have no key are left alone."""
+        key_of, block_of = self._key_of, self._block_of
+        published, evicted = self._published, self._evicted
         for block_id in block_ids:
-            key = self._key_of[block_id]
+            key = key_of[block_id]
             if key is None:
                 continue
-            self._key_of[block_id] = None
-            del self._block_of[key]
-            if key in self._published:
-                del self._published[key]
+            key_of[block_id] = None
+            del block_of[key]
+            if key in published:
+                del published[key]
             else:
-                self._evicted[key] = None
+                evicted[key] = None
 
     @property
     def has_changes(self) -> bool:
