@@ -57,6 +57,11 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "all that compute a block seal it, and any of them can be waited for",
     ),
     Equivalent(
+        "sequence.SequenceState.key:edge",
+        "start < self.num_prompt",
+        "no attached content reaches into a block that begins behind the prompt",
+    ),
+    Equivalent(
         "running_batch.RunningBatch._stop:forget-to-free",
         "self.unannounced.discard(row)",
         "whoever takes the row next is announced in any case",
