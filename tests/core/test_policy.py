@@ -15,6 +15,7 @@ from rayserve_paged.core.policy import (
     estimate_retry_s,
     has_room,
     is_turn_of_oldest,
+    shorten_chunks,
 )
 
 
@@ -209,3 +210,33 @@ def test_one_in_so_many_starts_is_that_of_the_oldest(
     num_passed: int, oldest_every: int | None, turn: bool
 ) -> None:
     assert is_turn_of_oldest(num_passed, oldest_every) == turn
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "room", "may_shorten", "num_places", "chunks"),
+    [
+        # Seven tokens beyond the first room take two of the three blocks.
+        ([9, 9], [2, 0], [True, True], 3, [9, 4]),
+        ([9, 9], [2, 0], [True, True], 1, [2, 4]),
+        ([5, 3], [0, 0], [False, True], 3, [5, 3]),
+        ([5, 9], [0, 0], [False, True], 3, [5, 4]),
+        ([8, 1], [8, 0], [True, True], 1, [8, 1]),
+        ([4], [0], [True], 0, None),
+        ([5, 1], [0, 0], [False, True], 2, None),
+    ],
+)
+def test_chunks_are_shortened_to_the_blocks_that_are_there(
+    num_tokens: list[int],
+    room: list[int],
+    may_shorten: list[bool],
+    num_places: int,
+    chunks: list[int] | None,
+) -> None:
+    shortened = shorten_chunks(
+        np.array(num_tokens, np.int32),
+        np.array(room, np.int32),
+        np.array(may_shorten),
+        num_places,
+        4,
+    )
+    assert (None if shortened is None else shortened.tolist()) == chunks
