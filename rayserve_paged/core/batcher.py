@@ -468,12 +468,12 @@ class Batcher:
         block_ids = self.kv.grow(sequence.table, num_computed + chunk)
         assert block_ids is not None, "admission counted them"
         sequence.num_sealed = len(prefix.places) // self.kv.num_layer_groups
-        if sequence.num_cached_tokens is None:
+        if resumes:
+            self.num_resumed_tokens += num_computed
+        else:
             sequence.num_cached_tokens = num_computed
             self.num_queried_tokens += sequence.num_prompt
             self.num_hit_tokens += num_computed
-        else:
-            self.num_resumed_tokens += num_computed
         row = self._batch.enter(sequence, num_computed)
         if sequence.beam is not None:
             reserve_rows(self._batch, sequence.beam)

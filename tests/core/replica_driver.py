@@ -106,6 +106,34 @@ def make_request(
     )
 
 
+def make_report(
+    replica_id: ReplicaId,
+    *finished: Request,
+    incarnation: int = 0,
+    sequence: int = 0,
+    published: Iterable[BlockKey] = (),
+    evicted: Iterable[BlockKey] = (),
+    fenced: str | None = None,
+) -> ReplicaReport:
+    """A report to the controller, of a replica whose figures nobody looks at."""
+    return ReplicaReport(
+        replica_id=replica_id,
+        incarnation=Incarnation(incarnation),
+        sequence=sequence,
+        published=tuple(published),
+        evicted=tuple(evicted),
+        finished=tuple((request.request_id, request.attempt) for request in finished),
+        num_running=0,
+        num_waiting=0,
+        num_free_blocks=0,
+        num_cached_blocks=0,
+        num_queried_tokens=0,
+        num_hit_tokens=0,
+        num_resumed_tokens=0,
+        fenced=fenced,
+    )
+
+
 def prompt_keys(request: Request, scope: BlockScope) -> tuple[BlockKey, ...]:
     root = scope.root(request.scope)
     tokens, attachments = request.prompt_token_ids, request.attachments

@@ -1,6 +1,6 @@
 import dataclasses
 
-from replica_driver import make_limits, make_request, make_scope, prompt_keys
+from replica_driver import make_limits, make_report, make_request, make_scope, prompt_keys
 
 from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.errors import CapacityError, InvalidInputError, NoReplicaError
@@ -47,22 +47,7 @@ def report(
     name: ReplicaId, *finished: Request, sequence: int = 0, fenced: str | None = None
 ) -> ReplicaReport:
     published = {key: None for request in finished for key in prompt_keys(request, SCOPE)}
-    return ReplicaReport(
-        replica_id=name,
-        incarnation=Incarnation(0),
-        sequence=sequence,
-        published=tuple(published),
-        evicted=(),
-        finished=tuple((request.request_id, request.attempt) for request in finished),
-        num_running=0,
-        num_waiting=0,
-        num_free_blocks=0,
-        num_cached_blocks=0,
-        num_queried_tokens=0,
-        num_hit_tokens=0,
-        num_resumed_tokens=0,
-        fenced=fenced,
-    )
+    return make_report(name, *finished, sequence=sequence, published=published, fenced=fenced)
 
 
 def submit(controller: Controller, request: Request) -> list[ControllerCommand]:

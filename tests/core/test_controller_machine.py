@@ -10,7 +10,7 @@ from fingerprint_rank import oracle
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from replica_driver import Stream, make_limits, make_request, make_scope, prompt_keys
+from replica_driver import Stream, make_limits, make_report, make_request, make_scope, prompt_keys
 
 from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.errors import DuplicateRequestError, NoReplicaError
@@ -130,20 +130,13 @@ class ControllerMachine(RuleBasedStateMachine):
         finished = list(replica.assigned.values())[:num_finished]
         published = {key for request in finished for key in prompt_keys(request, SCOPE)}
         evicted = set(sorted(replica.keys)[: pick % 3]) - published
-        report = ReplicaReport(
-            replica_id=name,
+        report = make_report(
+            name,
+            *finished,
             incarnation=replica.incarnation,
             sequence=len(replica.reports),
-            published=tuple(published - replica.keys),
-            evicted=tuple(evicted),
-            finished=tuple((request.request_id, request.attempt) for request in finished),
-            num_running=0,
-            num_waiting=0,
-            num_free_blocks=0,
-            num_cached_blocks=0,
-            num_queried_tokens=0,
-            num_hit_tokens=0,
-            num_resumed_tokens=0,
+            published=published - replica.keys,
+            evicted=evicted,
             fenced="a step failed" if fenced == 7 else None,
         )
         replica.keys = (replica.keys | published) - evicted

@@ -2,7 +2,7 @@
 
 import pytest
 from fingerprint_rank import oracle
-from replica_driver import ReplicaDriver, make_limits, make_request, make_scope
+from replica_driver import ReplicaDriver, make_limits, make_report, make_request, make_scope
 
 from rayserve_paged.core.config import BatchConfig
 from rayserve_paged.core.controller import Controller
@@ -12,7 +12,6 @@ from rayserve_paged.core.messages import (
     Placed,
     RegisterReplica,
     Rejected,
-    ReplicaReport,
     SendToReplica,
     SubmitRequest,
 )
@@ -44,22 +43,7 @@ def named(index: int, num_prompt: int = 4, n: int = 1) -> Request:
 
 
 def finish(controller: Controller, sequence: int, now: float, *finished: Request) -> None:
-    report = ReplicaReport(
-        replica_id=R0,
-        incarnation=Incarnation(0),
-        sequence=sequence,
-        published=(),
-        evicted=(),
-        finished=tuple((request.request_id, request.attempt) for request in finished),
-        num_running=0,
-        num_waiting=0,
-        num_free_blocks=0,
-        num_cached_blocks=0,
-        num_queried_tokens=0,
-        num_hit_tokens=0,
-        num_resumed_tokens=0,
-        fenced=None,
-    )
+    report = make_report(R0, *finished, sequence=sequence)
     assert controller.handle(report, now) == []
 
 
