@@ -75,7 +75,7 @@ class InProcessShell:
         self._record = record
         # Guards the controller and what follows.
         self._lock = threading.Lock()
-        self._controller = Controller(None, config.batch)
+        self._controller = Controller(None, config.batch, config.placement)
         self._watchers: dict[ConsumerId, set[Future[None]]] = {}
         self._news: dict[ConsumerId, list[ReplicaLost]] = {}
         self._stops: list[threading.Thread] = []

@@ -62,7 +62,7 @@ class ControllerActor:
         self._config = config
         self._owner = owner
         lease_s = None if config.keep_alive else config.timeouts.deployment_lease_s
-        self._core = Controller(lease_s, config.batch)
+        self._core = Controller(lease_s, config.batch, config.placement)
         self._gangs: dict[tuple[ReplicaId, Incarnation], Gang] = {}
         self._lost: dict[tuple[ReplicaId, Incarnation], str] = {}
         self._news: dict[ConsumerId, list[ReplicaLost]] = {}

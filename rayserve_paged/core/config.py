@@ -19,6 +19,8 @@ QueuePolicy = Literal[
     "fcfs", "priority", "weighted-fair", "shortest-remaining", "longest-prefix-first"
 ]
 
+PlacementPolicy = Literal["round-robin", "least-loaded", "prefix-aware"]
+
 
 def _from_json(value: object) -> object:
     """Read what comes as text, as from the environment."""
@@ -133,6 +135,8 @@ class DeploymentConfig(_Section):
     cache: CacheConfig = CacheConfig()
     batch: BatchConfig = BatchConfig()
     parallel: ParallelConfig = ParallelConfig()
+    placement: PlacementPolicy = "prefix-aware"
+    """Which replica takes a request; see docs/scheduling.md."""
     timeouts: TimeoutConfig = TimeoutConfig()
     keep_alive: bool = False
     """Outlive the owner's lease; ended by `rayserve-paged down` alone."""

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from rayserve_paged.core.block_identity import BlockScope, extend_chain
-from rayserve_paged.core.config import BatchConfig
-from rayserve_paged.core.directory import Directory
+from rayserve_paged.core.config import BatchConfig, PlacementPolicy
 from rayserve_paged.core.errors import (
     DuplicateRequestError,
     InvalidInputError,
@@ -41,13 +40,8 @@ from rayserve_paged.core.messages import (
     Tick,
     WithdrawRequest,
 )
-from rayserve_paged.core.policy import (
-    QueueLoad,
-    ReplicaLoad,
-    choose_replica,
-    estimate_retry_s,
-    has_room,
-)
+from rayserve_paged.core.placement import Placement
+from rayserve_paged.core.placement_policy import estimate_retry_s
 from rayserve_paged.core.request import ModelLimits, Request, admit
 
 _NUM_FINISH_TIMES = 32
@@ -56,15 +50,8 @@ _NUM_FINISH_TIMES = 32
 @dataclasses.dataclass(slots=True)
 class _LiveReplica:
     incarnation: Incarnation
-    limits: ModelLimits
     requests: dict[RequestId, Request] = dataclasses.field(default_factory=dict)
-    num_seqs: int = 0
-    num_pending_tokens: int = 0
     num_reports: int = 0
-
-    @property
-    def queue(self) -> QueueLoad:
-        return QueueLoad(self.num_seqs, self.limits.max_num_seqs, self.num_pending_tokens)
 
 
 class Controller:
@@ -74,9 +61,15 @@ class Controller:
         deployment_lease_s: The owner renews within this long, or everything is taken down; None
             for a deployment that outlives its owner.
         batch: Its queue limits; None for no limits.
+        placement: How the replica of a request is chosen.
     """
 
-    def __init__(self, deployment_lease_s: float | None, batch: BatchConfig | None = None) -> None:
+    def __init__(
+        self,
+        deployment_lease_s: float | None,
+        batch: BatchConfig | None = None,
+        placement: PlacementPolicy = "prefix-aware",
+    ) -> None:
         self._deployment_lease_s = deployment_lease_s
         self._batch = batch or BatchConfig()
         self._finish_times: deque[float] = deque(maxlen=_NUM_FINISH_TIMES)
@@ -84,7 +77,7 @@ class Controller:
         self._replicas: dict[ReplicaId, _LiveReplica] = {}
         # The last incarnation of each that was lost, and why.
         self._lost: dict[ReplicaId, tuple[Incarnation, str]] = {}
-        self._directory = Directory()
+        self._placement = Placement(placement, self._batch)
         self._placed: dict[RequestId, tuple[Request, Placed]] = {}
         self._scope: BlockScope | None = None
         self._ending = False
@@ -124,17 +117,16 @@ class Controller:
 
     def num_requests(self, replica_id: ReplicaId) -> int:
         """Return how many requests a live replica has been given and has not finished."""
-        return len(self._replicas[replica_id].requests)
+        return self._placement.num_requests(replica_id)
 
     def num_pending_tokens(self, replica_id: ReplicaId) -> int:
         """Return the prompt and output tokens promised to those requests."""
-        return self._replicas[replica_id].num_pending_tokens
+        return self._placement.num_pending_tokens(replica_id)
 
     @property
     def limits(self) -> ModelLimits | None:
         """Limits of the live replica that can hold most; None where there is none."""
-        all_limits = [live.limits for live in self._replicas.values()]
-        return max(all_limits, key=lambda limits: limits.num_usable_slots, default=None)
+        return self._placement.largest_limits
 
     # --- replicas -------------------------------------------------------------------------
 
@@ -155,7 +147,8 @@ class Controller:
         commands: list[ControllerCommand] = []
         if known is not None:
             commands = self._lose(event.replica_id, known.incarnation, "replaced by a restart")
-        self._replicas[event.replica_id] = _LiveReplica(event.incarnation, event.limits)
+        self._replicas[event.replica_id] = _LiveReplica(event.incarnation)
+        self._placement.add(event.replica_id, event.limits)
         return commands
 
     def _lose(
@@ -166,7 +159,7 @@ class Controller:
             return []
         del self._replicas[replica_id]
         self._lost[replica_id] = (incarnation, reason)
-        self._directory.forget(replica_id)
+        self._placement.remove(replica_id)
         consumers = {request.consumer_id for request in live.requests.values()}
         for request_id in live.requests:
             del self._placed[request_id]
@@ -188,9 +181,9 @@ class Controller:
         for request_id, attempt in report.finished:
             request = live.requests.get(request_id)
             if request is not None and request.attempt == attempt:
-                self._forget_request(live, request)
+                self._forget_request(report.replica_id, live, request)
                 self._finish_times.append(now)
-        self._directory.update(report.replica_id, report.published, report.evicted)
+        self._placement.update(report.replica_id, report.published, report.evicted)
         if report.fenced is not None:
             return self._lose(report.replica_id, report.incarnation, report.fenced)
         return []
@@ -225,59 +218,27 @@ class Controller:
         )
         max_tokens = admitted.params.max_tokens
         assert max_tokens is not None, "admit sets it"
-        num_cached = self._directory.match(keys)
-        able = {
-            replica_id: live
-            for replica_id, live in self._replicas.items()
-            if live.limits.num_usable_blocks >= admitted.num_blocks_needed(live.limits)
-        }
-        replica_id = choose_replica(
-            [
-                ReplicaLoad(replica_id, num_cached.get(replica_id, 0), live.num_pending_tokens)
-                for replica_id, live in self._with_room(able, admitted).items()
-            ]
-        )
+        replica_id = self._placement.place(admitted, keys)
+        if replica_id is None:
+            raise self._overloaded(admitted)
         live = self._replicas[replica_id]
         placed = Placed(
             request.request_id, request.attempt, replica_id, live.incarnation, max_tokens
         )
         live.requests[request.request_id] = admitted
-        live.num_seqs += admitted.params.num_rows
-        live.num_pending_tokens += _promised_tokens(admitted)
         self._placed[request.request_id] = (request, placed)
         return [
             SendToReplica(replica_id, live.incarnation, AssignRequest(admitted, keys)),
             placed,
         ]
 
-    def _with_room(
-        self, replicas: Mapping[ReplicaId, _LiveReplica], request: Request
-    ) -> Mapping[ReplicaId, _LiveReplica]:
-        """Return the replicas whose queue limits let them take a request.
-
-        Raises:
-            OverloadedError: None of them.
-        """
-        limits = self._batch.max_num_waiting, self._batch.max_pending_tokens
-        if limits == (None, None):
-            return replicas
-        size = request.params.num_rows, _promised_tokens(request)
-        open_ones = {
-            replica_id: live
-            for replica_id, live in replicas.items()
-            if has_room(live.queue, *size, *limits)
-        }
-        if open_ones:
-            return open_ones
-        least = min(
-            (live.queue for live in replicas.values()),
-            key=lambda queue: (queue.num_waiting, queue.num_pending_tokens),
-        )
-        raise OverloadedError(
-            least.num_waiting,
-            limits[0],
-            least.num_pending_tokens,
-            limits[1],
+    def _overloaded(self, request: Request) -> OverloadedError:
+        num_waiting, num_pending_tokens = self._placement.shortest_queue(request)
+        return OverloadedError(
+            num_waiting,
+            self._batch.max_num_waiting,
+            num_pending_tokens,
+            self._batch.max_pending_tokens,
             estimate_retry_s(tuple(self._finish_times)),
         )
 
@@ -289,11 +250,10 @@ class Controller:
         cancel = CancelRequest(event.request_id, event.attempt, event.sibling)
         return [SendToReplica(placed.replica_id, placed.incarnation, cancel)]
 
-    def _forget_request(self, live: _LiveReplica, request: Request) -> None:
+    def _forget_request(self, replica_id: ReplicaId, live: _LiveReplica, request: Request) -> None:
         del live.requests[request.request_id]
         del self._placed[request.request_id]
-        live.num_seqs -= request.params.num_rows
-        live.num_pending_tokens -= _promised_tokens(request)
+        self._placement.settle(replica_id, request.request_id)
 
     def _why_none(self) -> str:
         if self._ending:
@@ -321,9 +281,3 @@ class Controller:
         for replica_id, incarnation in self.replicas.items():
             commands += self._lose(replica_id, incarnation, f"the deployment ended: {reason}")
         return [*commands, TakeDown(reason)]
-
-
-def _promised_tokens(request: Request) -> int:
-    """Tokens to be computed for a request: its prompt once, and the output of each row."""
-    params = request.params
-    return len(request.prompt_token_ids) + params.num_rows * (params.max_tokens or 0)

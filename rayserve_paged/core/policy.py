@@ -1,4 +1,4 @@
-"""Decisions as pure functions over snapshots: placement, dealing a step, admission, waiting,
+"""Decisions of a replica as pure functions over snapshots: dealing a step, admission, waiting,
 victims.
 """
 
@@ -10,97 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rayserve_paged.core.config import QueuePolicy
-from rayserve_paged.core.ids import ReplicaId
 
 SHARED_BUDGET = 4
 """One in so many tokens of a step's budget is kept from the prefill that is served first."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """What placement looks at for one replica and one request.
-
-    Args:
-        replica_id: The replica.
-        num_cached_blocks: Leading blocks of the request's prompt that it holds.
-        num_pending_tokens: Prompt and output tokens promised to requests placed there that have
-            not finished.
-    """
-
-    replica_id: ReplicaId
-    num_cached_blocks: int
-    num_pending_tokens: int
-
-
-def choose_replica(loads: Sequence[ReplicaLoad]) -> ReplicaId:
-    """Place a request: the longest cached prefix, then the least load, then the lowest id.
-
-    Raises:
-        ValueError: `loads` is empty.
-    """
-    best = min(
-        loads,
-        key=lambda load: (-load.num_cached_blocks, load.num_pending_tokens, load.replica_id),
-    )
-    return best.replica_id
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class QueueLoad:
-    """What a queue limit looks at for one replica.
-
-    Args:
-        num_seqs: Sequences of the requests that it was given and that have not finished.
-        max_num_seqs: Sequences that it runs at once.
-        num_pending_tokens: As in `ReplicaLoad`.
-    """
-
-    num_seqs: int
-    max_num_seqs: int
-    num_pending_tokens: int
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait even if all rows are taken."""
-        return max(0, self.num_seqs - self.max_num_seqs)
-
-
-def has_room(
-    load: QueueLoad,
-    num_seqs: int,
-    num_tokens: int,
-    max_num_waiting: int | None,
-    max_pending_tokens: int | None,
-) -> bool:
-    """Return whether a replica may be given a further request. An idle one always may.
-
-    Args:
-        load: Of the replica.
-        num_seqs: Sequences of the request.
-        num_tokens: Its prompt and output tokens.
-        max_num_waiting: Sequences that may wait; None for no limit.
-        max_pending_tokens: Tokens that may be pending; None for no limit.
-    """
-    if not load.num_seqs:
-        return True
-    num_waiting = load.num_seqs + num_seqs - load.max_num_seqs
-    return (max_num_waiting is None or num_waiting <= max_num_waiting) and (
-        max_pending_tokens is None or load.num_pending_tokens + num_tokens <= max_pending_tokens
-    )
-
-
-def estimate_retry_s(finish_times: Sequence[float]) -> float | None:
-    """Estimate when the next request finishes: the mean time between those that finished last.
-
-    Args:
-        finish_times: In seconds, oldest first.
-
-    Returns:
-        Seconds from now; None with fewer than two.
-    """
-    if len(finish_times) < 2:
-        return None
-    return (finish_times[-1] - finish_times[0]) / (len(finish_times) - 1)
 
 
 def deal_budget(

@@ -184,14 +184,17 @@ class ControllerMachine(RuleBasedStateMachine):
             return
         keys = prompt_keys(request, SCOPE)
 
-        def rank(name: ReplicaId) -> tuple[int, int, ReplicaId]:
+        def rank(name: ReplicaId) -> tuple[int, int]:
             replica = self.live[name]
             depth = 0
             while depth < len(keys) and keys[depth] in replica.keys:
                 depth += 1
-            return -depth, replica.num_tokens, name
+            return -depth, replica.num_tokens
 
-        name = min(self.live, key=rank)
+        placed = commands[-1]
+        assert isinstance(placed, Placed)
+        name = placed.replica_id
+        assert rank(name) == min(map(rank, self.live))
         replica = self.live[name]
         max_tokens = request.params.max_tokens
         assert max_tokens is not None

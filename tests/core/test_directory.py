@@ -2,48 +2,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayserve_paged.core.directory import Directory
-from rayserve_paged.core.ids import BlockKey, ReplicaId
+from rayserve_paged.core.ids import BlockKey
 
-NAMES = [ReplicaId(f"r{i}") for i in range(4)]
+NUM_SLOTS = 4
 KEYS = [BlockKey(bytes([i]) * 32) for i in range(5)]
+
+
+def match(directory: Directory, keys: list[BlockKey]) -> list[int]:
+    depths: list[int] = directory.match(keys, NUM_SLOTS).tolist()
+    return depths
 
 
 def test_each_replica_gets_the_length_of_its_leading_run() -> None:
     directory = Directory()
-    directory.update(NAMES[0], KEYS[:1], ())
-    directory.update(NAMES[1], KEYS[:3], ())
-    directory.update(NAMES[2], KEYS[1:], ())
-    assert directory.match(KEYS) == {"r0": 1, "r1": 3}
-    assert directory.match(KEYS[1:]) == {"r1": 2, "r2": 4}
-    assert directory.match([]) == {}
+    directory.update(0, KEYS[:1], ())
+    directory.update(1, KEYS[:3], ())
+    directory.update(2, KEYS[1:], ())
+    assert match(directory, KEYS) == [1, 3, 0, 0]
+    assert match(directory, KEYS[1:]) == [0, 2, 4, 0]
+    assert match(directory, []) == [0, 0, 0, 0]
 
 
 def test_an_evicted_key_is_gone_for_its_replica_alone() -> None:
     directory = Directory()
-    for name in NAMES[:2]:
-        directory.update(name, KEYS[:2], ())
-    directory.update(NAMES[0], (), KEYS[1:3])
-    assert directory.match(KEYS) == {"r0": 1, "r1": 2}
-    directory.update(NAMES[1], (), KEYS[:2])
+    for slot in range(2):
+        directory.update(slot, KEYS[:2], ())
+    directory.update(0, (), KEYS[1:3])
+    assert match(directory, KEYS) == [1, 2, 0, 0]
+    directory.update(1, (), KEYS[:2])
     assert len(directory) == 1
 
 
-def test_a_forgotten_replica_leaves_no_keys_and_its_place_is_used_again() -> None:
+def test_a_forgotten_replica_leaves_no_keys() -> None:
     directory = Directory()
-    for name in NAMES[:3]:
-        directory.update(name, KEYS[:2], ())
-    directory.update(NAMES[1], KEYS[2:3], ())
-    directory.forget(NAMES[1])
-    directory.forget(NAMES[1])
+    for slot in range(3):
+        directory.update(slot, KEYS[:2], ())
+    directory.update(1, KEYS[2:3], ())
+    directory.forget(1)
+    directory.forget(1)
     assert len(directory) == 2
-    directory.update(NAMES[3], KEYS[:1], ())
-    assert directory.match(KEYS) == {"r0": 2, "r2": 2, "r3": 1}
+    directory.update(3, KEYS[:1], ())
+    assert match(directory, KEYS) == [2, 0, 2, 1]
 
 
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(NAMES),
+            st.sampled_from([0, 1, 2, 62, 63, 64, 130]),
             st.sampled_from(["publish", "evict", "forget"]),
             st.sets(st.sampled_from(KEYS)),
         ),
@@ -52,25 +57,23 @@ def test_a_forgotten_replica_leaves_no_keys_and_its_place_is_used_again() -> Non
     st.lists(st.sampled_from(KEYS), max_size=6),
 )
 def test_a_directory_agrees_with_a_set_per_replica(
-    changes: list[tuple[ReplicaId, str, set[BlockKey]]], wanted: list[BlockKey]
+    changes: list[tuple[int, str, set[BlockKey]]], wanted: list[BlockKey]
 ) -> None:
     directory = Directory()
-    held: dict[ReplicaId, set[BlockKey]] = {name: set() for name in NAMES}
-    for name, change, keys in changes:
+    held: list[set[BlockKey]] = [set() for _ in range(131)]
+    for slot, change, keys in changes:
         match change:
             case "publish":
-                directory.update(name, keys, ())
-                held[name] |= keys
+                directory.update(slot, keys, ())
+                held[slot] |= keys
             case "evict":
-                directory.update(name, (), keys)
-                held[name] -= keys
+                directory.update(slot, (), keys)
+                held[slot] -= keys
             case _:
-                directory.forget(name)
-                held[name] = set()
-    expected = {}
-    for name, keys in held.items():
-        run = next((i for i, key in enumerate(wanted) if key not in keys), len(wanted))
-        if run:
-            expected[name] = run
-    assert directory.match(wanted) == expected
-    assert len(directory) == len(set().union(*held.values()))
+                directory.forget(slot)
+                held[slot] = set()
+    expected = [
+        next((i for i, key in enumerate(wanted) if key not in keys), len(wanted)) for keys in held
+    ]
+    assert directory.match(wanted, 131).tolist() == expected
+    assert len(directory) == len(set().union(*held))

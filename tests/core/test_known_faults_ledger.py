@@ -18,7 +18,7 @@ from rayserve_paged.core.block_pool import BlockPool, BlockState
 from rayserve_paged.core.block_table import BlockTable, num_blocks_for, num_tokens_in_last_block
 from rayserve_paged.core.directory import Directory
 from rayserve_paged.core.errors import LedgerError
-from rayserve_paged.core.ids import BlockId, BlockKey, ReplicaId
+from rayserve_paged.core.ids import BlockId, BlockKey
 from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.messages import AssignRequest
 
@@ -74,8 +74,8 @@ def test_b02_keys_are_equal_in_every_process_and_differ_between_salts() -> None:
     assert [len(keys) for keys in own] == [4, 4]
     assert len({*own[0], *own[1]}) == 8
     directory = Directory()
-    directory.update(ReplicaId("r0"), workers[1][0], ())
-    assert directory.match(restarted[0][: (64 - 1) // 16]) == {"r0": 3}
+    directory.update(0, workers[1][0], ())
+    assert directory.match(restarted[0][: (64 - 1) // 16], 1).tolist() == [3]
     driver = ReplicaDriver(make_limits(num_blocks=8, block_size=16))
     request = make_request(prompt, max_tokens=1)
     driver.generate(request)
@@ -96,8 +96,8 @@ def test_b07_tenants_do_not_share_and_a_router_sees_no_overlap() -> None:
     assert cached == [0, 0, 48]
     assert computed == [64, 64, 16]
     directory = Directory()
-    directory.update(ReplicaId("r0"), prompt_keys(a, driver.scope), ())
-    assert directory.match(prompt_keys(b, driver.scope)) == {}
+    directory.update(0, prompt_keys(a, driver.scope), ())
+    assert directory.match(prompt_keys(b, driver.scope), 1).tolist() == [0]
 
 
 def test_b11_a_release_that_names_a_block_twice_frees_it_once() -> None:
@@ -334,13 +334,13 @@ def test_b58_chunks_after_a_hit_begin_where_the_hit_ends(num_cached: int, chunk:
 def test_b109_a_restarted_replica_scores_nothing_until_it_reports() -> None:
     directory = Directory()
     keys = extend_chain(make_scope().root(), range(12), 4)
-    directory.update(ReplicaId("r1"), keys, ())
-    assert directory.match(keys) == {"r1": 3}
-    directory.forget(ReplicaId("r1"))
-    assert directory.match(keys) == {}
+    directory.update(1, keys, ())
+    assert directory.match(keys, 2).tolist() == [0, 3]
+    directory.forget(1)
+    assert directory.match(keys, 2).tolist() == [0, 0]
     assert len(directory) == 0
-    directory.update(ReplicaId("r1"), keys[:1], ())
-    assert directory.match(keys) == {"r1": 1}
+    directory.update(1, keys[:1], ())
+    assert directory.match(keys, 2).tolist() == [0, 1]
 
 
 def test_an_evicted_block_is_free_of_its_key_before_it_is_granted() -> None:

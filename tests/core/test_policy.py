@@ -1,46 +1,16 @@
 import numpy as np
 import pytest
 
-from rayserve_paged.core.ids import ReplicaId
 from rayserve_paged.core.policy import (
     BlockHolder,
-    QueueLoad,
     Recompute,
-    ReplicaLoad,
     Victim,
     can_admit,
-    choose_replica,
     choose_victim,
     deal_budget,
-    estimate_retry_s,
-    has_room,
     is_turn_of_oldest,
     shorten_chunks,
 )
-
-
-def load(name: str, num_cached_blocks: int, num_pending_tokens: int) -> ReplicaLoad:
-    return ReplicaLoad(ReplicaId(name), num_cached_blocks, num_pending_tokens)
-
-
-@pytest.mark.parametrize(
-    ("loads", "chosen"),
-    [
-        ([load("a", 0, 0)], "a"),
-        ([load("a", 1, 0), load("b", 2, 900)], "b"),
-        ([load("a", 2, 900), load("b", 2, 10)], "b"),
-        ([load("b", 2, 10), load("a", 2, 10)], "a"),
-    ],
-)
-def test_the_longest_prefix_wins_then_the_least_load_then_the_name(
-    loads: list[ReplicaLoad], chosen: str
-) -> None:
-    assert choose_replica(loads) == chosen
-
-
-def test_there_is_no_choice_among_none() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        choose_replica([])
 
 
 @pytest.mark.parametrize(
@@ -160,46 +130,6 @@ def test_there_is_no_victim_among_none() -> None:
 
 
 # --- limits and bounds ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("load", "num_seqs", "num_tokens", "limits", "room"),
-    [
-        # (sequences given, run at once, tokens pending); (may wait, may be pending).
-        ((4, 4, 100), 1, 10, (None, None), True),
-        ((4, 4, 100), 1, 10, (1, None), True),
-        ((4, 4, 100), 1, 10, (0, None), False),
-        ((3, 4, 100), 1, 10, (0, None), True),
-        ((3, 4, 100), 2, 10, (0, None), False),
-        ((5, 4, 100), 2, 10, (3, None), True),
-        ((5, 4, 100), 3, 10, (3, None), False),
-        ((1, 4, 100), 1, 10, (None, 110), True),
-        ((1, 4, 100), 1, 11, (None, 110), False),
-        # An idle replica takes what would otherwise never be taken.
-        ((0, 4, 0), 1, 1000, (0, 110), True),
-        ((0, 4, 0), 4, 1, (0, None), True),
-    ],
-)
-def test_a_replica_has_room_within_its_limits_and_always_while_it_is_idle(
-    load: tuple[int, int, int],
-    num_seqs: int,
-    num_tokens: int,
-    limits: tuple[int | None, int | None],
-    room: bool,
-) -> None:
-    assert has_room(QueueLoad(*load), num_seqs, num_tokens, *limits) == room
-
-
-def test_no_sequence_waits_while_rows_are_left() -> None:
-    loads = [QueueLoad(num_seqs, 4, 0) for num_seqs in (0, 3, 4, 5, 9)]
-    assert [load.num_waiting for load in loads] == [0, 0, 0, 1, 5]
-
-
-def test_the_next_end_is_expected_after_the_mean_time_between_the_last_ones() -> None:
-    assert estimate_retry_s([]) is None
-    assert estimate_retry_s([3.0]) is None
-    assert estimate_retry_s([3.0, 4.0]) == 1.0
-    assert estimate_retry_s([3.0, 3.0, 3.5, 4.5]) == 0.5
 
 
 @pytest.mark.parametrize(
