@@ -80,6 +80,19 @@ class Batcher:
         return len(self.queue) + len(self.prefix_waits.parked)
 
     @property
+    def num_open_slots(self) -> int:
+        """Slots that sequences hold and no token is in or on its way to; forks that share their
+        last block each count the same ones of it.
+        """
+        batch = self._batch
+        rows = batch.rows
+        if batch.retiring:
+            retiring = [sequence.row for sequence, _discard in batch.retiring]
+            rows = np.concatenate([rows, np.array(retiring, np.int32)])
+        num_open = int(batch.slots[rows].sum()) - int(batch.end[rows].sum())
+        return num_open * self.kv.num_layer_groups
+
+    @property
     def num_reserved_rows(self) -> int:
         """Rows kept free for siblings that are not born yet, and for beams."""
         return self._batch.num_reserved_rows

@@ -56,10 +56,10 @@ class ClusterSpec:
         network: How fast messages travel.
         num_consumers: Processes that submit requests in turn and read the streams, each on a node
             of its own. A replica answers each of them on its own, so more take longer to simulate.
-        load_interval_s: How often the load of a busy replica is taken down.
+        load_interval_s: How often the state of the replicas is taken down.
 
     Raises:
-        InvalidInputError: A number below 1.
+        InvalidInputError: A number below 1, or no interval.
     """
 
     num_replicas: int
@@ -78,6 +78,9 @@ class ClusterSpec:
         for field in ("num_replicas", "tensor_parallel_size", "ranks_per_node", "num_consumers"):
             if getattr(self, field) < 1:
                 raise InvalidInputError(field, getattr(self, field), "at least 1")
+        if not 0 < self.load_interval_s < math.inf:
+            accepted = "a number of seconds above 0"
+            raise InvalidInputError("load_interval_s", self.load_interval_s, accepted)
         if self.limits.max_num_seqs != self.batch.max_num_seqs:
             accepted = f"batch.max_num_seqs={self.batch.max_num_seqs}"
             raise InvalidInputError("limits.max_num_seqs", self.limits.max_num_seqs, accepted)
@@ -99,7 +102,7 @@ class Cluster:
         self.spec = spec
         self.engine = Engine()
         self.log = RequestLog()
-        self._loads = LoadLog(spec.load_interval_s)
+        self._loads = LoadLog()
         self._gaps = LogHistogram()
         self._num_arrived = 0
         replica_nodes = self._replica_nodes()
@@ -109,7 +112,7 @@ class Cluster:
         num_nodes = num_gpu_nodes + 1 + spec.num_consumers
         self.network = Network(self.engine, spec.network, num_nodes)
         self.controller = ControllerHost(
-            self.engine, self.network, NodeId(num_gpu_nodes), Controller(None), record
+            self.engine, self.network, NodeId(num_gpu_nodes), Controller(None, spec.batch), record
         )
         self._scope = BlockScope(
             hashlib.sha256(repr(spec.limits).encode()).digest(),
@@ -161,9 +164,11 @@ class Cluster:
         """
         arrivals = iter(requests)
         self._await_next(arrivals)
+        self._take_loads()
         self.engine.run_while(lambda: self.log.num_ended < self._num_arrived)
         assert self.log.num_ended == self._num_arrived, "nothing happens and requests are open"
         self.engine.run(self.engine.now + _SETTLE_S)
+        self._add_loads()
         return self._report()
 
     def _replica_nodes(self) -> list[NodeId]:
@@ -192,7 +197,6 @@ class Cluster:
             replica,
             spec.cost,
             self._gaps,
-            self._loads,
             record,
         )
         host.controller = self.controller
@@ -222,6 +226,19 @@ class Cluster:
         consumer.submit(submitted, number)
 
     # --- what it was like -----------------------------------------------------------------
+
+    def _take_loads(self) -> None:
+        """Take the state of the replicas down, now and again as long as anything else is to come."""
+        self._add_loads()
+        if self.engine.num_scheduled:
+            self.engine.at(self.engine.now + self.spec.load_interval_s, self._take_loads)
+
+    def _add_loads(self) -> None:
+        for host in self.replicas.values():
+            if host.has_changed:
+                host.has_changed = False
+                steps = host.executor.num_steps
+                self._loads.add(self.engine.now, host.index, host.replica.batcher, steps)
 
     def _report(self) -> SimReport:
         hosts = list(self.replicas.values())

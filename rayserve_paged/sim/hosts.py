@@ -42,7 +42,7 @@ from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.executor import SimulatedExecutor
 from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.network import Network, NodeId, message_bytes
-from rayserve_paged.sim.report import LoadLog, OpenRequest, RequestLog
+from rayserve_paged.sim.report import OpenRequest, RequestLog
 
 Record = Callable[[LoggedEvent], None]
 Watch = Callable[[StreamUpdate, float], None]
@@ -50,7 +50,7 @@ Source = tuple[ReplicaId, Incarnation]
 
 
 class ReplicaHost:
-    """A replica on the node of its first rank.
+    """A replica on the node of its first rank. `has_changed` is set by whatever happens to it.
 
     Args:
         engine: The clock.
@@ -60,7 +60,6 @@ class ReplicaHost:
         replica: The state machine.
         cost: Of its steps.
         gaps: Takes the time from token to token.
-        loads: Takes its load.
         record: Called with each event before the replica handles it.
     """
 
@@ -73,7 +72,6 @@ class ReplicaHost:
         replica: Replica,
         cost: CostModel,
         gaps: LogHistogram,
-        loads: LoadLog,
         record: Record | None,
     ) -> None:
         self.node = node
@@ -87,12 +85,11 @@ class ReplicaHost:
         self.controller: ControllerHost | None = None
         self.consumers: dict[str, ConsumerHost] = {}
         self.is_stopped = False
+        self.has_changed = False
         self._engine = engine
         self._network = network
-        self._loads = loads
         self._record = record
         self._tick_at: float | None = None
-        self._last_load_s = float("-inf")
 
     def take(self, event: ReplicaEvent) -> None:
         """Take in a message that has come."""
@@ -133,7 +130,7 @@ class ReplicaHost:
                     self._network.send(self.node, controller.node, size, controller.take, command)
                 case _:
                     assert_never(command)
-        self._note_load(now)
+        self.has_changed = True
         self._plan_tick()
 
     def _plan_tick(self) -> None:
@@ -152,19 +149,6 @@ class ReplicaHost:
             self._handle(Tick())
         else:
             self._plan_tick()
-
-    def _note_load(self, now: float) -> None:
-        batcher = self.replica.batcher
-        num_running, num_waiting = batcher.num_running, batcher.num_waiting
-        is_idle = not num_running and not num_waiting
-        if is_idle or self._loads.is_due(self._last_load_s, now):
-            # Its row says idle until it is not, however long.
-            if is_idle and self._last_load_s == float("-inf"):
-                return
-            pool = self.replica.kv.pool
-            row = (self.index, num_running, num_waiting, pool.num_free, pool.num_cached)
-            self._loads.add(now, *row)
-            self._last_load_s = float("-inf") if is_idle else now
 
 
 class ConsumerHost:

@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from rayserve_paged.core.batcher import Batcher
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.sim.histogram import LogHistogram
 
@@ -69,7 +70,9 @@ class RequestColumns:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LoadColumns:
-    """The load of replicas over time; a row holds until the next one of its replica.
+    """The state of replicas at the ticks of a clock: a row at each tick before which something
+    happened to its replica, and which holds until the next one. Counts of what has happened are
+    since the replica's start.
 
     Args:
         time_s: float64, ascending.
@@ -78,6 +81,11 @@ class LoadColumns:
         num_waiting: int64, sequences without one.
         num_free_blocks: int64, FREE blocks.
         num_cached_blocks: int64, CACHED blocks.
+        num_open_slots: int64, slots that sequences hold and that no token is in.
+        num_preemptions: int64, so far.
+        num_queried_tokens: int64, prompt tokens looked up in the prefix cache so far.
+        num_hit_tokens: int64, those that were found.
+        num_steps: int64, steps so far.
     """
 
     time_s: FloatArray
@@ -86,6 +94,11 @@ class LoadColumns:
     num_waiting: LongArray
     num_free_blocks: LongArray
     num_cached_blocks: LongArray
+    num_open_slots: LongArray
+    num_preemptions: LongArray
+    num_queried_tokens: LongArray
+    num_hit_tokens: LongArray
+    num_steps: LongArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -154,29 +167,41 @@ class SimReport:
 
 
 class LoadLog:
-    """Takes the load of replicas down as it changes.
+    """Takes the state of replicas down."""
 
-    Args:
-        interval_s: A busy replica has at most one row in so long.
-    """
-
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
+    def __init__(self) -> None:
         self._times = array("d")
         self._rows = array("q")
 
-    def is_due(self, last_s: float, now: float) -> bool:
-        """Return whether a replica whose last row is from `last_s` may have another."""
-        return now >= last_s + self._interval_s
+    def add(self, now: float, replica: int, batcher: Batcher, num_steps: int) -> None:
+        """Add a row.
 
-    def add(self, now: float, *row: int) -> None:
-        """Add a row: replica, running, waiting, free and cached blocks."""
+        Args:
+            now: The time, in seconds.
+            replica: Index of the replica.
+            batcher: Its batcher.
+            num_steps: That it has run.
+        """
+        pool = batcher.kv.pool
         self._times.append(now)
-        self._rows.extend(row)
+        self._rows.extend(
+            (
+                replica,
+                batcher.num_running,
+                batcher.num_waiting,
+                pool.num_free,
+                pool.num_cached,
+                batcher.num_open_slots,
+                batcher.num_preemptions,
+                batcher.num_queried_tokens,
+                batcher.num_hit_tokens,
+                num_steps,
+            )
+        )
 
     def columns(self) -> LoadColumns:
         """Return all rows."""
-        rows = np.array(self._rows, np.int64).reshape(-1, 5)
+        rows = np.array(self._rows, np.int64).reshape(-1, len(dataclasses.fields(LoadColumns)) - 1)
         return LoadColumns(np.array(self._times), *rows.T)
 
 

@@ -10,7 +10,7 @@ import pytest
 from sim_harness import BLOCK_SIZE, Outcome, make_spec, make_workload, simulate
 
 from rayserve_paged.core.controller import Controller
-from rayserve_paged.core.event_log import read_lines, replay, to_line
+from rayserve_paged.core.event_log import LoggedEvent, read_lines, replay, to_line
 from rayserve_paged.core.ids import RequestId
 from rayserve_paged.core.messages import AnswerPoll, ReplicaReport, RunStep
 from rayserve_paged.core.replica import Replica
@@ -232,6 +232,57 @@ def test_loads_are_taken_down_as_they_change_and_end_idle() -> None:
         free, cached = loads.num_free_blocks[mine][-1], loads.num_cached_blocks[mine][-1]
         assert free + cached == 60
     assert (loads.num_free_blocks + loads.num_cached_blocks <= 60).all()
+
+
+def test_the_state_of_replicas_is_taken_down_at_ticks_and_adds_up_to_their_totals() -> None:
+    interval_s = 0.125
+    spec = dataclasses.replace(make_spec(num_blocks=60), load_interval_s=interval_s)
+    report = simulate(spec, make_workload(9)).report
+    loads = report.loads
+    ticks = loads.time_s / interval_s
+    at_end = loads.time_s > report.end_s
+    assert (ticks[~at_end] == ticks[~at_end].round()).all()
+    for replica in range(2):
+        mine = loads.replica == replica
+        assert (np.diff(loads.time_s[mine]) > 0).all()
+        for total in ("num_preemptions", "num_queried_tokens", "num_hit_tokens", "num_steps"):
+            column = getattr(loads, total)[mine]
+            assert (np.diff(column) >= 0).all()
+            assert column[-1] == getattr(report.replicas, total)[replica]
+    assert loads.num_preemptions.max() > 0
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_open_slots_are_those_that_the_ledger_counts_as_lost_inside_blocks(
+    pipeline_depth: int,
+) -> None:
+    counted: list[tuple[int, int]] = []
+
+    def record(entry: LoggedEvent) -> None:
+        if entry.machine == "r0":
+            replica = host.replica
+            ledger = replica.accounting()
+            counted.append((replica.batcher.num_open_slots, ledger.internal_fragmentation_slots))
+
+    spec = make_spec(num_replicas=1, num_blocks=60, pipeline_depth=pipeline_depth)
+    cluster = Cluster(spec, record)
+    (host,) = cluster.replicas.values()
+    cluster.run(make_workload(4))
+    assert len({open_slots for open_slots, _lost in counted}) > 20
+    assert all(open_slots == lost for open_slots, lost in counted)
+
+
+def test_a_request_beyond_the_queue_limit_is_refused() -> None:
+    spec = make_spec(num_replicas=1, max_num_seqs=2)
+    batch = spec.batch.model_copy(update={"max_num_waiting": 1})
+    requests = [SimRequest(0.0, (Segment(n, 16),), 40, seed=n) for n in range(5)]
+    report = simulate(dataclasses.replace(spec, batch=batch), requests).report
+    assert report.requests.is_placed[np.argsort(report.requests.number)].tolist() == [
+        *[True] * 3,
+        *[False] * 2,
+    ]
+    assert sorted(report.errors) == [3, 4]
+    assert "1 sequences wait and 1 may" in report.errors[3]
 
 
 def test_times_of_a_request_alone_are_those_of_its_steps_and_messages() -> None:
