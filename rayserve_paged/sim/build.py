@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from rayserve_paged.core.config import BatchConfig
+from rayserve_paged.core.config import BatchConfig, PlacementPolicy, TimeoutConfig
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.sim.cluster import ClusterSpec
@@ -13,6 +13,7 @@ from rayserve_paged.sim.hardware import GPUS, MODEL_SHAPES, num_blocks_that_fit
 from rayserve_paged.sim.profiled_cost import ProfiledCost, read_profile
 
 _T = TypeVar("_T")
+_TIMEOUTS = TimeoutConfig()
 
 
 def describe_cluster(
@@ -26,6 +27,8 @@ def describe_cluster(
     num_blocks: int | None = None,
     profile: Path | None = None,
     num_consumers: int = 1,
+    placement: PlacementPolicy = "prefix-aware",
+    timeouts: TimeoutConfig = _TIMEOUTS,
 ) -> ClusterSpec:
     """Return what a cluster of these consists of.
 
@@ -39,6 +42,8 @@ def describe_cluster(
         num_blocks: Of each replica; None for what the GPU's memory holds.
         profile: Measured steps; None for the roofline of the GPU and the shape.
         num_consumers: Processes that submit requests and read the streams.
+        placement: How the replica of a request is chosen.
+        timeouts: Leases.
 
     Raises:
         InvalidInputError: A name that is not known, a model that does not fit, a bad profile.
@@ -69,6 +74,8 @@ def describe_cluster(
         batch=batch,
         tensor_parallel_size=tensor_parallel_size,
         num_consumers=num_consumers,
+        placement=placement,
+        timeouts=timeouts,
     )
 
 

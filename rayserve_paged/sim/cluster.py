@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from rayserve_paged.core.block_identity import BlockScope
-from rayserve_paged.core.config import BatchConfig, TimeoutConfig
+from rayserve_paged.core.config import BatchConfig, PlacementPolicy, TimeoutConfig
 from rayserve_paged.core.consumer import Consumer
 from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.errors import InvalidInputError
@@ -52,6 +52,7 @@ class ClusterSpec:
         tensor_parallel_size: Ranks of a replica. Replicas fill the nodes one after the other, and
             one that is wider than a node takes whole ones.
         ranks_per_node: GPUs of a node.
+        placement: How the replica of a request is chosen.
         timeouts: Leases.
         network: How fast messages travel.
         num_consumers: Processes that submit requests in turn and read the streams, each on a node
@@ -68,6 +69,7 @@ class ClusterSpec:
     batch: BatchConfig
     tensor_parallel_size: int = 1
     ranks_per_node: int = 8
+    placement: PlacementPolicy = "prefix-aware"
     timeouts: TimeoutConfig = _TIMEOUTS
     network: NetworkSpec = _NETWORK
     num_consumers: int = 1
@@ -112,7 +114,11 @@ class Cluster:
         num_nodes = num_gpu_nodes + 1 + spec.num_consumers
         self.network = Network(self.engine, spec.network, num_nodes)
         self.controller = ControllerHost(
-            self.engine, self.network, NodeId(num_gpu_nodes), Controller(None, spec.batch), record
+            self.engine,
+            self.network,
+            NodeId(num_gpu_nodes),
+            Controller(None, spec.batch, spec.placement),
+            record,
         )
         self._scope = BlockScope(
             hashlib.sha256(repr(spec.limits).encode()).digest(),
@@ -228,7 +234,7 @@ class Cluster:
     # --- what it was like -----------------------------------------------------------------
 
     def _take_loads(self) -> None:
-        """Take the state of the replicas down, now and again as long as anything else is to come."""
+        """Take the state of the replicas down, and again as long as anything else is to come."""
         self._add_loads()
         if self.engine.num_scheduled:
             self.engine.at(self.engine.now + self.spec.load_interval_s, self._take_loads)

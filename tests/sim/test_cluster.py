@@ -218,6 +218,16 @@ def test_idle_replicas_cost_no_events() -> None:
     assert few == many
 
 
+def test_the_placement_that_is_named_places() -> None:
+    story = Segment(9, 5 * BLOCK_SIZE)
+    requests = [SimRequest(float(n), (story, Segment(20 + n, 10)), 5, seed=n) for n in range(4)]
+    spec = make_spec(num_replicas=4)
+    aware = simulate(spec, requests)
+    in_turn = simulate(dataclasses.replace(spec, placement="round-robin"), requests)
+    assert aware.placed == ["r0"] * 4
+    assert in_turn.placed == ["r0", "r1", "r2", "r3"]
+
+
 # --- the report -----------------------------------------------------------------------------
 
 
