@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rayserve_paged.core.attachments import Attachment
     from rayserve_paged.core.block_identity import Adapter, RequestScope
-    from rayserve_paged.core.request import SamplingParams
     from rayserve_paged.core.retention import RetentionRange
+    from rayserve_paged.core.sampling_params import SamplingParams
     from rayserve_paged.llm import LLM
 
 __version__ = "0.1.0"
@@ -20,7 +20,7 @@ _LAZY = {
     "Attachment": "rayserve_paged.core.attachments",
     "RequestScope": "rayserve_paged.core.block_identity",
     "RetentionRange": "rayserve_paged.core.retention",
-    "SamplingParams": "rayserve_paged.core.request",
+    "SamplingParams": "rayserve_paged.core.sampling_params",
 }
 
 if not TYPE_CHECKING:  # A type checker that sees `__getattr__` accepts every name.

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.errors import InvalidInputError, RequestFailedError
-from rayserve_paged.core.messages import TokenLogprobs
+from rayserve_paged.core.step_messages import TokenLogprobs
 from rayserve_paged.llm import LLM
 from rayserve_paged.outputs import RequestOutput, SampleOutput
 from rayserve_paged.process_times import resident_bytes, seconds_since_start

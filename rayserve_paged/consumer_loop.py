@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, Iterable
 from collections.abc import Set as AbstractSet
 
 from rayserve_paged.core.consumer import Consumer, StreamUpdate
+from rayserve_paged.core.controller_messages import Placed, Rejected, ReplicaLost, SubmitRequest
 from rayserve_paged.core.errors import PagedError, ReplicaLostError, RequestFailedError
 from rayserve_paged.core.ids import ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import Placed, Rejected, ReplicaLost, SubmitRequest
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.deployment import Deployment
 from rayserve_paged.door import Door, overload

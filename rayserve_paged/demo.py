@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rayserve_paged.block_picture import block_picture, legend
 from rayserve_paged.core.errors import PagedError
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.front_end import Prompt
 from rayserve_paged.llm import LLM
 from rayserve_paged.outputs import DeploymentAccounting, RequestOutput, StreamChunk

@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from rayserve_paged.core.accounting import Accounting
+from rayserve_paged.core.controller_messages import Placed, Rejected, ReplicaLost, SubmitRequest
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
-    Delivery,
-    PinAnswered,
-    PinPrefix,
-    Placed,
-    PollTokens,
-    Rejected,
-    ReplicaLost,
-    SubmitRequest,
-    UnpinPrefix,
-)
+from rayserve_paged.core.replica_messages import PinAnswered, PinPrefix, PollTokens, UnpinPrefix
 from rayserve_paged.core.request import ModelLimits
+from rayserve_paged.core.stream_messages import Delivery
 
 
 class Deployment(Protocol):

@@ -5,9 +5,9 @@ import contextlib
 import dataclasses
 import time
 
+from rayserve_paged.core.controller_messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.errors import OverloadedError
 from rayserve_paged.core.ids import RequestId
-from rayserve_paged.core.messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.deployment import Deployment
 

@@ -19,10 +19,12 @@ from rayserve_paged.core.errors import (
     PagedError,
     RequestFailedError,
 )
+from rayserve_paged.core.field_checks import check_token_ids
 from rayserve_paged.core.ids import Attempt, ConsumerId, PinId, RequestId
-from rayserve_paged.core.messages import PinPrefix, UnpinPrefix
-from rayserve_paged.core.request import MAX_SEED, Request, SamplingParams, admit, check_token_ids
+from rayserve_paged.core.replica_messages import PinPrefix, UnpinPrefix
+from rayserve_paged.core.request import Request, admit
 from rayserve_paged.core.retention import RetentionRange
+from rayserve_paged.core.sampling_params import MAX_SEED, SamplingParams
 from rayserve_paged.deployment import Deployment
 from rayserve_paged.generation import Generation, Job
 from rayserve_paged.model.tokenizer import Tokenizer

@@ -26,30 +26,32 @@ from rayserve_cluster.tp_group import GroupBrokenError, TpGroup
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller import Controller
-from rayserve_paged.core.errors import DeploymentError, ReplicaLostError
-from rayserve_paged.core.event_log import LoggedEvent
-from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.controller_messages import (
     ControllerEvent,
-    Delivery,
     EndDeployment,
     LoseReplica,
-    PinAnswered,
-    PinPrefix,
     Placed,
-    PollTokens,
     RegisterReplica,
     Rejected,
     ReplicaLost,
-    ReplicaReport,
     SendToReplica,
     StopReplica,
     SubmitRequest,
     TakeDown,
-    UnpinPrefix,
     WithdrawRequest,
 )
+from rayserve_paged.core.errors import DeploymentError, ReplicaLostError
+from rayserve_paged.core.event_log import LoggedEvent
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.replica_messages import (
+    PinAnswered,
+    PinPrefix,
+    PollTokens,
+    ReplicaReport,
+    UnpinPrefix,
+)
 from rayserve_paged.core.request import ModelLimits
+from rayserve_paged.core.stream_messages import Delivery
 
 _INCARNATION = Incarnation(0)
 """Of every replica here: a lost one is not started again."""

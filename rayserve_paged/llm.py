@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.config import DeploymentConfig, Dtype, QueuePolicy
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, RequestFailedError
-from rayserve_paged.core.request import ModelLimits, SamplingParams
+from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.core.retention import RetentionRange
+from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.front_end import FrontEnd, Prompt
 from rayserve_paged.generation import Job
 from rayserve_paged.load_config import load_config, user_cache_dir

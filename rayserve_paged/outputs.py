@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.ids import ReplicaId
-from rayserve_paged.core.messages import TokenLogprobs
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.step_messages import TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rayserve_paged.front_end import Prompt

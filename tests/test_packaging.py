@@ -104,7 +104,7 @@ def test_the_top_level_import_is_light_and_its_names_are_lazy() -> None:
         "import sys, rayserve_paged\n"
         "assert not {'numpy', 'pydantic', 'ray', 'torch'} & sys.modules.keys()\n"
         "from rayserve_paged import SamplingParams\n"
-        "assert SamplingParams.__module__ == 'rayserve_paged.core.request'\n"
+        "assert SamplingParams.__module__ == 'rayserve_paged.core.sampling_params'\n"
         "assert not {'ray', 'torch'} & sys.modules.keys()\n"
     )
     _run(sys.executable, "-c", code)

@@ -18,27 +18,29 @@ from rayserve_cluster.worker import RankStats
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller import Controller
-from rayserve_paged.core.errors import DeploymentError
-from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.controller_messages import (
     ControllerCommand,
     ControllerEvent,
     EndDeployment,
     LoseReplica,
-    PinAnswered,
-    PinPrefix,
     Placed,
     Rejected,
     RenewLease,
     ReplicaLost,
-    ReplicaReport,
     SendToReplica,
     StopReplica,
     SubmitRequest,
     TakeDown,
+    WithdrawRequest,
+)
+from rayserve_paged.core.errors import DeploymentError
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.replica_messages import (
+    PinAnswered,
+    PinPrefix,
+    ReplicaReport,
     Tick,
     UnpinPrefix,
-    WithdrawRequest,
 )
 from rayserve_paged.core.request import ModelLimits
 

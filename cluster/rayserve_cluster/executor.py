@@ -11,8 +11,8 @@ import numpy as np
 from rayserve_cluster.model_runner import ModelRunner
 from rayserve_cluster.plan_codec import decode_plan, encode_plan
 from rayserve_cluster.tp_group import GroupBrokenError, TpGroup
-from rayserve_paged.core.messages import IntArray, StepPlan, StepResult
 from rayserve_paged.core.plan_steps import SampleMemory
+from rayserve_paged.core.step_messages import IntArray, StepPlan, StepResult
 
 
 class Executor(Protocol):

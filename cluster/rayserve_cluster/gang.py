@@ -23,15 +23,15 @@ from rayserve_cluster.placement import (
 from rayserve_cluster.worker import CONCURRENCY, RankReady, RankSpec, RankStats, Worker, unwrapped
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
+from rayserve_paged.core.controller_messages import RegisterReplica
 from rayserve_paged.core.errors import DeploymentError
 from rayserve_paged.core.ids import Incarnation, ReplicaId
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.replica_messages import (
     AssignRequest,
     CancelRequest,
     FenceReplica,
     PinAnswered,
     PinPrefix,
-    RegisterReplica,
     UnpinPrefix,
 )
 

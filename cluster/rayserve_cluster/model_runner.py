@@ -11,8 +11,14 @@ from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.block_copy import copy_blocks
 from rayserve_kernels.layout import KVPool
 from rayserve_paged.core.attention_window import AttentionWindow
-from rayserve_paged.core.messages import IntArray, RowStart, StepPlan, StepResult, TokenLogprobs
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.step_messages import (
+    IntArray,
+    RowStart,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from rayserve_paged.model.build import StepModel
 from rayserve_paged.model.prompt_scorer import PromptScorer
 from rayserve_paged.model.row_content import RowContent

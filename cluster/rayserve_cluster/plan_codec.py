@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from rayserve_cluster.row_content_codec import encode_contents, with_contents
 from rayserve_paged.core.ids import Row, StepId
-from rayserve_paged.core.messages import IntArray, RowStart, ScoredTokens, StepPlan
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.step_messages import IntArray, RowStart, ScoredTokens, StepPlan
 
 FOLLOWER_PARAMS = SamplingParams(temperature=0.0)
 """What a decoded plan holds in place of sampling parameters."""

@@ -23,10 +23,11 @@ from rayserve_kernels.layout import KVLayout
 from rayserve_paged.core.attention_window import num_blocks_held
 from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import DeploymentConfig
+from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.ids import Incarnation, ReplicaId
-from rayserve_paged.core.messages import LoseReplica, ReplicaEvent, ReplicaReport
 from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.replica_messages import ReplicaEvent, ReplicaReport
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.load_config import user_cache_dir
 from rayserve_paged.model.build import build_model

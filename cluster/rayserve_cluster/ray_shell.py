@@ -19,22 +19,12 @@ from rayserve_cluster.placement import CONTROLLER_NAME, namespace_of, rank_name
 from rayserve_cluster.worker import RankStats, unwrapped
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
+from rayserve_paged.core.controller_messages import Placed, Rejected, ReplicaLost, SubmitRequest
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, ReplicaLostError
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
-    Delivery,
-    PinAnswered,
-    PinPrefix,
-    Placed,
-    PollTokens,
-    Rejected,
-    ReplicaLost,
-    StreamItem,
-    SubmitRequest,
-    TokenRun,
-    UnpinPrefix,
-)
+from rayserve_paged.core.replica_messages import PinAnswered, PinPrefix, PollTokens, UnpinPrefix
 from rayserve_paged.core.request import FinishReason, ModelLimits
+from rayserve_paged.core.stream_messages import Delivery, StreamItem, TokenRun
 
 _RENEWALS_PER_LEASE: Final = 5
 _END_TIMEOUT_S: Final = 5.0

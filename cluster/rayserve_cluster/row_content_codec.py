@@ -10,7 +10,7 @@ import numpy as np
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.messages import IntArray, RowStart
+from rayserve_paged.core.step_messages import IntArray, RowStart
 
 _INT32 = np.dtype("<i4")
 

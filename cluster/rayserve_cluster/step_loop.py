@@ -15,15 +15,15 @@ from typing import TypeVar, assert_never
 from rayserve_cluster.executor import Executor
 from rayserve_cluster.tp_group import GroupBrokenError
 from rayserve_paged.core.accounting import Accounting
+from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import ReplicaLostError
 from rayserve_paged.core.ids import ConsumerId
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.replica_messages import (
     AnswerPoll,
     AssignRequest,
     CancelRequest,
-    Delivery,
     FenceReplica,
-    LoseReplica,
     PinAnswered,
     PinPrefix,
     PollTokens,
@@ -33,11 +33,11 @@ from rayserve_paged.core.messages import (
     RunStep,
     StepFailed,
     StepFinished,
-    StepPlan,
     Tick,
     UnpinPrefix,
 )
-from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.step_messages import StepPlan
+from rayserve_paged.core.stream_messages import Delivery
 
 _T = TypeVar("_T")
 

@@ -20,14 +20,13 @@ from ray.exceptions import RayError, RayTaskError
 from rayserve_cluster.health import Loss
 from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import DeploymentConfig
+from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import DeploymentError, PagedError, ReplicaLostError
 from rayserve_paged.core.ids import Incarnation, ReplicaId
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.replica_messages import (
     AssignRequest,
     CancelRequest,
-    Delivery,
     FenceReplica,
-    LoseReplica,
     PinAnswered,
     PinPrefix,
     PollTokens,
@@ -35,6 +34,7 @@ from rayserve_paged.core.messages import (
     UnpinPrefix,
 )
 from rayserve_paged.core.request import ModelLimits
+from rayserve_paged.core.stream_messages import Delivery
 from rayserve_paged.process_times import resident_bytes
 
 if TYPE_CHECKING:  # These take seconds to import: a thread does it, while the actor answers.

@@ -18,7 +18,7 @@ def demo(
 
     from rich.console import Console
 
-    from rayserve_paged.core.request import SamplingParams
+    from rayserve_paged.core.sampling_params import SamplingParams
     from rayserve_paged.demo import NUM_BLOCKS, demo_waves, run_demo
     from rayserve_paged.llm import LLM
 

@@ -222,7 +222,7 @@ def generate(
 def _entries(
     texts: Sequence[str], path: Path | None, sampling: dict[str, Any]
 ) -> "list[PromptEntry]":
-    from rayserve_paged.core.request import SamplingParams
+    from rayserve_paged.core.sampling_params import SamplingParams
     from rayserve_paged.prompt_file import (
         PromptEntry,
         parse_logit_bias,

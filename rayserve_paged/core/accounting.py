@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rayserve_paged.core.block_pool import BlockPool, BlockState
 from rayserve_paged.core.ids import BlockId
-from rayserve_paged.core.messages import StreamName
+from rayserve_paged.core.stream_messages import StreamName
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Iterable
 
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.field_checks import check_integer
 
 MIN_DIGEST_BYTES = 16
 MAX_DIGEST_BYTES = 64
@@ -38,8 +39,8 @@ class Attachment:
             raise InvalidInputError("attachment.digest", digest, accepted)
         if not MIN_DIGEST_BYTES <= len(digest) <= MAX_DIGEST_BYTES:
             raise InvalidInputError("attachment.digest", digest, accepted)
-        _check_integer("attachment.offset", self.offset, 0)
-        _check_integer("attachment.num_tokens", self.num_tokens, 1)
+        check_integer("attachment.offset", self.offset, "an integer of at least 0", 0)
+        check_integer("attachment.num_tokens", self.num_tokens, "an integer of at least 1", 1)
 
     @property
     def end(self) -> int:
@@ -105,9 +106,3 @@ def content_by_block(
             )
             content[block] = content.get(block, b"") + header + attachment.digest
     return content
-
-
-def _check_integer(field: str, value: object, low: int) -> None:
-    # bool is an int to Python and never one to a user.
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InvalidInputError(field, value, f"an integer of at least {low}")

@@ -19,12 +19,12 @@ from rayserve_paged.core.beam_commit import end_beams, preempt_beams, reserve_ro
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockId, Row
 from rayserve_paged.core.kv_manager import KVManager, Prefix
-from rayserve_paged.core.messages import StepPlan, StepResult
 from rayserve_paged.core.prefix_wait import PrefixWaits
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.running_batch import RunningBatch
 from rayserve_paged.core.sequence import Phase, SequenceState
 from rayserve_paged.core.step_commit import Committed, Progress, StepCommit
+from rayserve_paged.core.step_messages import StepPlan, StepResult
 from rayserve_paged.core.step_planner import Scheduled, StepPlanner, add_copies
 from rayserve_paged.core.waiting_queue import WaitingQueue
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from rayserve_paged.core.beam_group import Beam, BeamGroup, num_common_tokens
 from rayserve_paged.core.beam_search import Child
-from rayserve_paged.core.messages import IntArray, TokenLogprobs
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.running_batch import RunningBatch
 from rayserve_paged.core.sequence import Phase, SequenceState
+from rayserve_paged.core.step_messages import IntArray, TokenLogprobs
 
 
 def take_in_candidates(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rayserve_paged.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from rayserve_paged.core.request import SamplingParams
+    from rayserve_paged.core.sampling_params import SamplingParams
 
 MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 10.0

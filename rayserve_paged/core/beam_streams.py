@@ -2,8 +2,9 @@
 
 from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.beam_search import Hypothesis
-from rayserve_paged.core.messages import StreamItem, StreamName, TokenLogprobs
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.step_messages import TokenLogprobs
+from rayserve_paged.core.stream_messages import StreamItem, StreamName
 
 
 def beam_items(search: BeamGroup) -> list[StreamItem]:

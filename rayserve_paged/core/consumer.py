@@ -9,18 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
+from rayserve_paged.core.controller_messages import Placed, ReplicaLost
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
-    Delivery,
-    Placed,
-    PollTokens,
-    ReplicaLost,
-    StreamItem,
-    StreamName,
-    TokenLogprobs,
-    TokenRun,
-)
+from rayserve_paged.core.replica_messages import PollTokens
 from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.step_messages import TokenLogprobs
+from rayserve_paged.core.stream_messages import Delivery, StreamItem, StreamName, TokenRun
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

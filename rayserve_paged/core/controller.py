@@ -11,6 +11,22 @@ from typing import assert_never
 
 from rayserve_paged.core.block_identity import BlockScope, extend_chain
 from rayserve_paged.core.config import BatchConfig, PlacementPolicy
+from rayserve_paged.core.controller_messages import (
+    ControllerCommand,
+    ControllerEvent,
+    EndDeployment,
+    LoseReplica,
+    Placed,
+    RegisterReplica,
+    Rejected,
+    RenewLease,
+    ReplicaLost,
+    SendToReplica,
+    StopReplica,
+    SubmitRequest,
+    TakeDown,
+    WithdrawRequest,
+)
 from rayserve_paged.core.errors import (
     DuplicateRequestError,
     InvalidInputError,
@@ -19,29 +35,15 @@ from rayserve_paged.core.errors import (
     PagedError,
 )
 from rayserve_paged.core.ids import Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
-    AssignRequest,
-    CancelRequest,
-    ControllerCommand,
-    ControllerEvent,
-    EndDeployment,
-    FenceReplica,
-    LoseReplica,
-    Placed,
-    RegisterReplica,
-    Rejected,
-    RenewLease,
-    ReplicaLost,
-    ReplicaReport,
-    SendToReplica,
-    StopReplica,
-    SubmitRequest,
-    TakeDown,
-    Tick,
-    WithdrawRequest,
-)
 from rayserve_paged.core.placement import Placement
 from rayserve_paged.core.placement_policy import estimate_retry_s
+from rayserve_paged.core.replica_messages import (
+    AssignRequest,
+    CancelRequest,
+    FenceReplica,
+    ReplicaReport,
+    Tick,
+)
 from rayserve_paged.core.request import ModelLimits, Request, admit
 
 _NUM_FINISH_TIMES = 32

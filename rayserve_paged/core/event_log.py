@@ -13,13 +13,28 @@ from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from rayserve_paged.core import block_identity, errors, messages, request
+from rayserve_paged.core import (
+    block_identity,
+    controller_messages,
+    errors,
+    replica_messages,
+    request,
+    step_messages,
+    stream_messages,
+)
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 _MESSAGES = {
     name: kind
-    for module in (messages, request, block_identity)
+    for module in (
+        step_messages,
+        stream_messages,
+        replica_messages,
+        controller_messages,
+        request,
+        block_identity,
+    )
     for name, kind in vars(module).items()
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }

@@ -9,7 +9,8 @@ they ended is kept for some more leases, so that one that was only held up learn
 import dataclasses
 
 from rayserve_paged.core.ids import ConsumerId, Incarnation, ReplicaId
-from rayserve_paged.core.messages import AnswerPoll, Delivery, PollTokens, StreamItem, TokenRun
+from rayserve_paged.core.replica_messages import AnswerPoll, PollTokens
+from rayserve_paged.core.stream_messages import Delivery, StreamItem, TokenRun
 
 LEASES_TO_REMEMBER = 10
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from rayserve_paged.core.messages import IntArray, StepPlan
+from rayserve_paged.core.step_messages import IntArray, StepPlan
 
 _NO_INTS = np.zeros(0, np.int32)
 _NO_COPIES = np.zeros((0, 3), np.int32)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rayserve_paged.core.messages import TokenLogprobs
+from rayserve_paged.core.step_messages import TokenLogprobs
 
 
 class PromptScores:

@@ -17,7 +17,9 @@ from rayserve_paged.core.errors import PinLimitError
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.keyed_heap import KeyedHeap
 from rayserve_paged.core.kv_manager import KVManager
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.outbox import Outbox
+from rayserve_paged.core.pins import Pins
+from rayserve_paged.core.replica_messages import (
     AssignRequest,
     CancelRequest,
     FenceReplica,
@@ -31,17 +33,14 @@ from rayserve_paged.core.messages import (
     RunStep,
     StepFailed,
     StepFinished,
-    StreamItem,
-    StreamName,
     Tick,
-    TokenLogprobs,
     UnpinPrefix,
 )
-from rayserve_paged.core.outbox import Outbox
-from rayserve_paged.core.pins import Pins
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request
 from rayserve_paged.core.sequence import Phase, SequenceState
 from rayserve_paged.core.step_commit import Committed, Progress
+from rayserve_paged.core.step_messages import TokenLogprobs
+from rayserve_paged.core.stream_messages import StreamItem, StreamName
 from rayserve_paged.core.waiting_queue import WaitingQueue
 
 REPORT_INTERVAL_S = 0.05

@@ -16,6 +16,7 @@ from functools import reduce
 from typing import Final
 
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.field_checks import check_integer, check_number
 
 DEFAULT_PRIORITY: Final = 35
 MAX_PRIORITY: Final = 100
@@ -74,31 +75,20 @@ def check_retention(ranges: object, num_prompt: int) -> None:
             f"an integer from {end} to {num_prompt - 1}: ranges follow one another, do not "
             "overlap and begin in the prompt"
         )
-        _check_integer(f"{name}.start", each.start, accepted, end, num_prompt - 1)
+        check_integer(f"{name}.start", each.start, accepted, end, num_prompt - 1)
         end = num_prompt
         if each.end is not None:
             accepted = f"an integer from {each.start + 1} to {num_prompt}, or None"
-            _check_integer(f"{name}.end", each.end, accepted, each.start + 1, num_prompt)
+            check_integer(f"{name}.end", each.end, accepted, each.start + 1, num_prompt)
             end = each.end
         accepted = f"an integer from 0 to {MAX_PRIORITY}"
-        _check_integer(f"{name}.priority", each.priority, accepted, 0, MAX_PRIORITY)
+        check_integer(f"{name}.priority", each.priority, accepted, 0, MAX_PRIORITY)
         _check_duration(f"{name}.duration_s", each.duration_s)
-
-
-def _check_integer(field: str, value: object, accepted: str, low: int, high: int) -> None:
-    # bool is an int to Python and never one to a user.
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidInputError(field, value, accepted)
 
 
 def _check_duration(field: str, value: object) -> None:
     accepted = f"a number of seconds above 0 and up to {MAX_DURATION_S:g}, or None"
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidInputError(field, value, accepted)
-    # Written so that NaN fails: every comparison with it is false.
-    if not 0 < value <= MAX_DURATION_S:
+    if value is not None and check_number(field, value, accepted, 0.0, MAX_DURATION_S) == 0.0:
         raise InvalidInputError(field, value, accepted)
 
 

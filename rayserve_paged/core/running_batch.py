@@ -21,9 +21,10 @@ import numpy.typing as npt
 
 from rayserve_paged.core.ids import BlockId, ConsumerId, Row
 from rayserve_paged.core.kv_manager import KVManager
-from rayserve_paged.core.messages import IntArray, StepPlan, StreamName
 from rayserve_paged.core.prefix_wait import PrefixWaits
 from rayserve_paged.core.sequence import Phase, SequenceState
+from rayserve_paged.core.step_messages import IntArray, StepPlan
+from rayserve_paged.core.stream_messages import StreamName
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayserve_paged.core.messages import IntArray, ScoredTokens, TokenLogprobs
 from rayserve_paged.core.running_batch import RunningBatch, Scoring
+from rayserve_paged.core.step_messages import IntArray, ScoredTokens, TokenLogprobs
 
 
 def plan_scores(

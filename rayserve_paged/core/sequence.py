@@ -9,11 +9,11 @@ from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.block_identity import extend_chain
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockKey, ConsumerId, Row, StepId
-from rayserve_paged.core.messages import StreamName
 from rayserve_paged.core.partial_index import BlockContent
 from rayserve_paged.core.prompt_scores import PromptScores
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.retention import RetentionPlan
+from rayserve_paged.core.stream_messages import StreamName
 
 
 class Phase(enum.Enum):

@@ -7,11 +7,12 @@ import numpy as np
 from rayserve_paged.core.beam_commit import end_beams, take_in_candidates
 from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.ids import ConsumerId
-from rayserve_paged.core.messages import IntArray, StepResult, TokenLogprobs, TokenRun
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.running_batch import Flight, RunningBatch
 from rayserve_paged.core.scored_tokens import take_in_scores
 from rayserve_paged.core.sequence import SequenceState
+from rayserve_paged.core.step_messages import IntArray, StepResult, TokenLogprobs
+from rayserve_paged.core.stream_messages import TokenRun
 
 
 class Progress(NamedTuple):

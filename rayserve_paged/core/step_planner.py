@@ -11,10 +11,10 @@ import numpy as np
 
 from rayserve_paged.core import policy, preemption
 from rayserve_paged.core.ids import BlockId, Row, StepId
-from rayserve_paged.core.messages import IntArray, RowStart, StepPlan
 from rayserve_paged.core.running_batch import BoolArray, Flight, RunningBatch, SteadyState
 from rayserve_paged.core.scored_tokens import plan_scores
 from rayserve_paged.core.sequence import SequenceState
+from rayserve_paged.core.step_messages import IntArray, RowStart, StepPlan
 
 _NO_INTS = np.zeros(0, np.int32)
 _NO_COPIES = np.zeros((0, 3), np.int32)

@@ -28,17 +28,17 @@ from rayserve_paged.core.ids import (
     RequestId,
 )
 from rayserve_paged.core.kv_manager import KVManager
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.replica_messages import (
     AssignRequest,
     PollTokens,
     ReplicaCommand,
     RunStep,
     StepFinished,
-    StepPlan,
-    StepResult,
 )
-from rayserve_paged.core.replica import Replica
-from rayserve_paged.core.request import ModelLimits, Request, SamplingParams, admit
+from rayserve_paged.core.request import ModelLimits, Request, admit
+from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.step_messages import StepPlan, StepResult
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 1024

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayserve_paged.core.beam_search import num_candidates
-from rayserve_paged.core.messages import TokenLogprobs
+from rayserve_paged.core.step_messages import TokenLogprobs
 from rayserve_paged.model.logit_processors import process_logits
 from rayserve_paged.model.sampling_row import SamplingRow
 from rayserve_paged.model.token_filters import Scratch, largest

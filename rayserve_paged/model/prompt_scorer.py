@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rayserve_paged.core.messages import TokenLogprobs
+from rayserve_paged.core.step_messages import TokenLogprobs
 from rayserve_paged.model.sampler import token_logprobs
 from rayserve_paged.model.token_filters import Scratch
 

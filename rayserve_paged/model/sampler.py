@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rayserve_paged.core.messages import TokenLogprobs
+from rayserve_paged.core.step_messages import TokenLogprobs
 from rayserve_paged.model.beam_candidates import beam_candidates
 from rayserve_paged.model.logit_processors import process_logits
 from rayserve_paged.model.philox import uniform_draws

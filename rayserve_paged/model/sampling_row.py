@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.model.token_counts import TokenCounts
 
 Ids = npt.NDArray[np.int64]

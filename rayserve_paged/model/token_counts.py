@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from rayserve_paged.core.messages import IntArray
+from rayserve_paged.core.step_messages import IntArray
 
 
 class TokenCounts:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
 
 FloatArray = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]

@@ -11,11 +11,12 @@ from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import BatchConfig, PlacementPolicy, TimeoutConfig
 from rayserve_paged.core.consumer import Consumer
 from rayserve_paged.core.controller import Controller
+from rayserve_paged.core.controller_messages import RegisterReplica
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import RegisterReplica
 from rayserve_paged.core.replica import Replica
-from rayserve_paged.core.request import ModelLimits, Request, SamplingParams
+from rayserve_paged.core.request import ModelLimits, Request
+from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.histogram import LogHistogram

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.messages import IntArray
+from rayserve_paged.core.step_messages import IntArray
 from rayserve_paged.sim.hardware import GPUS_PER_NODE, GpuSpec, ModelShape
 from rayserve_paged.sim.links import LinkSpec
 

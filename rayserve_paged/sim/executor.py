@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rayserve_paged.core.messages import IntArray, RowStart, StepPlan, StepResult
+from rayserve_paged.core.step_messages import IntArray, RowStart, StepPlan, StepResult
 from rayserve_paged.sim.cost_model import CostModel, FloatArray
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.histogram import LogHistogram

@@ -9,34 +9,36 @@ from typing import assert_never
 
 from rayserve_paged.core.consumer import Consumer, StreamUpdate
 from rayserve_paged.core.controller import Controller
-from rayserve_paged.core.event_log import LoggedEvent
-from rayserve_paged.core.ids import Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
-    AnswerPoll,
-    AssignRequest,
-    CancelRequest,
+from rayserve_paged.core.controller_messages import (
     ControllerEvent,
-    Delivery,
-    FenceReplica,
-    PinAnswered,
     Placed,
-    PollTokens,
     Rejected,
-    ReplicaEvent,
     ReplicaLost,
-    ReplicaReport,
-    RunStep,
     SendToReplica,
-    StepFinished,
-    StepResult,
     StopReplica,
     SubmitRequest,
     TakeDown,
-    Tick,
     WithdrawRequest,
 )
+from rayserve_paged.core.event_log import LoggedEvent
+from rayserve_paged.core.ids import Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.replica_messages import (
+    AnswerPoll,
+    AssignRequest,
+    CancelRequest,
+    FenceReplica,
+    PinAnswered,
+    PollTokens,
+    ReplicaEvent,
+    ReplicaReport,
+    RunStep,
+    StepFinished,
+    Tick,
+)
 from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.step_messages import StepResult
+from rayserve_paged.core.stream_messages import Delivery
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.executor import SimulatedExecutor

@@ -14,13 +14,9 @@ from collections.abc import Callable
 from typing import Any, Final, NewType
 
 from rayserve_paged.core.block_identity import KEY_BYTES
-from rayserve_paged.core.messages import (
-    AnswerPoll,
-    AssignRequest,
-    ReplicaReport,
-    StreamItem,
-    SubmitRequest,
-)
+from rayserve_paged.core.controller_messages import SubmitRequest
+from rayserve_paged.core.replica_messages import AnswerPoll, AssignRequest, ReplicaReport
+from rayserve_paged.core.stream_messages import StreamItem
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.links import Link, LinkSpec
 

@@ -28,7 +28,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.messages import IntArray
+from rayserve_paged.core.step_messages import IntArray
 from rayserve_paged.sim.cost_model import FloatArray
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.request import MAX_SEED
+from rayserve_paged.core.sampling_params import MAX_SEED
 from rayserve_paged.sim.token_streams import Segment, stream_number
 from rayserve_paged.sim.workload import TraceRequest, Workload
 

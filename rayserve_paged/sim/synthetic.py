@@ -18,7 +18,7 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rayserve_paged.core.request import MAX_SEED
+from rayserve_paged.core.sampling_params import MAX_SEED
 from rayserve_paged.sim.requests import SimRequest
 from rayserve_paged.sim.token_streams import Segment, answer_stream, stream_number
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rayserve_paged.core.messages import Delivery, StreamItem
+from rayserve_paged.core.stream_messages import Delivery, StreamItem
 
 
 def unfold(delivery: Delivery) -> Iterator[StreamItem]:

@@ -7,8 +7,8 @@ import torch
 from replica_driver import ReplicaDriver, make_limits
 
 from rayserve_cluster.model_runner import ModelRunner
-from rayserve_paged.core.messages import StepPlan, StepResult
 from rayserve_paged.core.plan_steps import SampleMemory
+from rayserve_paged.core.step_messages import StepPlan, StepResult
 from rayserve_paged.model.build import StepModel
 
 

@@ -23,7 +23,8 @@ from rayserve_paged.core.config import (
 )
 from rayserve_paged.core.consumer import StreamUpdate
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
-from rayserve_paged.core.request import Request, SamplingParams
+from rayserve_paged.core.request import Request
+from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.deployment import Deployment
 
 PATIENCE_S = 120.0

@@ -14,8 +14,8 @@ from rayserve_cluster.tp_group import GroupBrokenError, TpGroup
 from rayserve_kernels.attention import TorchBackend
 from rayserve_kernels.layout import KVLayout, KVPool
 from rayserve_paged.core.ids import Row, StepId
-from rayserve_paged.core.messages import RowStart, StepPlan
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.step_messages import RowStart, StepPlan
 from rayserve_paged.model.build import StepModel
 from rayserve_paged.model.fingerprint import FingerprintModel
 from rayserve_paged.model.spec import FingerprintConfig, ModelSpec

@@ -11,19 +11,14 @@ import pytest
 from deliveries import unfold
 
 from rayserve_paged.core.config import DeploymentConfig
+from rayserve_paged.core.controller_messages import LoseReplica, Placed, Rejected, SubmitRequest
 from rayserve_paged.core.errors import InvalidInputError, ReplicaLostError
 from rayserve_paged.core.event_log import LoggedEvent
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
-    LoseReplica,
-    Placed,
-    PollTokens,
-    Rejected,
-    StepFinished,
-    StreamItem,
-    SubmitRequest,
-)
-from rayserve_paged.core.request import FinishReason, Request, SamplingParams
+from rayserve_paged.core.replica_messages import PollTokens, StepFinished
+from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.stream_messages import StreamItem
 from rayserve_paged.deployment import Deployment
 from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.fingerprint import oracle

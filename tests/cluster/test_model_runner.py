@@ -10,8 +10,8 @@ from rayserve_cluster.model_runner import ModelRunner
 from rayserve_kernels.attention import TorchBackend
 from rayserve_kernels.layout import KVLayout, KVPool
 from rayserve_paged.core.ids import Row, StepId
-from rayserve_paged.core.messages import IntArray, RowStart, StepPlan, TokenLogprobs
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.step_messages import IntArray, RowStart, StepPlan, TokenLogprobs
 from rayserve_paged.model.fingerprint import FingerprintModel, oracle
 from rayserve_paged.model.parallel import SoloCollectives
 from rayserve_paged.model.sampler import Sampler

@@ -15,8 +15,8 @@ from rayserve_cluster.plan_codec import decode_plan, encode_plan
 from rayserve_cluster.tp_group import TpGroup
 from rayserve_kernels.attention import TorchBackend
 from rayserve_paged.core.ids import RequestId
-from rayserve_paged.core.messages import StepPlan, StepResult
 from rayserve_paged.core.request import ModelLimits, Request
+from rayserve_paged.core.step_messages import StepPlan, StepResult
 from rayserve_paged.model.fingerprint import FingerprintModel, FingerprintOracle
 from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import SamplingRow

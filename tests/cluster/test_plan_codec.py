@@ -15,8 +15,8 @@ from rayserve_cluster.plan_codec import FOLLOWER_PARAMS, decode_plan, encode_pla
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.ids import Row, StepId
-from rayserve_paged.core.messages import RowStart, ScoredTokens, StepPlan
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.step_messages import RowStart, ScoredTokens, StepPlan
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 

@@ -160,7 +160,7 @@ import ray
 from ray_harness import deployment_config, request
 from rayserve_cluster.ray_shell import RayShell
 from rayserve_paged.core.errors import DeploymentError
-from rayserve_paged.core.messages import SubmitRequest
+from rayserve_paged.core.controller_messages import SubmitRequest
 
 shell = RayShell(deployment_config("alone"))
 ray.shutdown()

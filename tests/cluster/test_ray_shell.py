@@ -27,9 +27,10 @@ from rayserve_cluster.ray_shell import RayShell
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.consumer import Consumer
+from rayserve_paged.core.controller_messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, PinLimitError
 from rayserve_paged.core.ids import ConsumerId, PinId, RequestId
-from rayserve_paged.core.messages import PinPrefix, Placed, Rejected, SubmitRequest, UnpinPrefix
+from rayserve_paged.core.replica_messages import PinPrefix, UnpinPrefix
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.inprocess import InProcessShell
 

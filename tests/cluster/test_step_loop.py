@@ -13,15 +13,15 @@ from rayserve_cluster.step_loop import ReplicaHost
 from rayserve_cluster.tp_group import GroupBrokenError
 from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import BatchConfig, TimeoutConfig
+from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import LedgerError, PinLimitError, ReplicaLostError
 from rayserve_paged.core.event_log import LoggedEvent, read_lines, replay, to_line
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, PinId, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.replica_messages import (
     AssignRequest,
     CancelRequest,
-    Delivery,
     FenceReplica,
-    LoseReplica,
     PinPrefix,
     PollTokens,
     ReplicaCommand,
@@ -29,13 +29,12 @@ from rayserve_paged.core.messages import (
     ReplicaReport,
     RunStep,
     StepFinished,
-    StepPlan,
-    StepResult,
-    StreamItem,
     UnpinPrefix,
 )
-from rayserve_paged.core.replica import Replica
-from rayserve_paged.core.request import FinishReason, ModelLimits, Request, SamplingParams
+from rayserve_paged.core.request import FinishReason, ModelLimits, Request
+from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.step_messages import StepPlan, StepResult
+from rayserve_paged.core.stream_messages import Delivery, StreamItem
 
 _LONG_S = 60.0
 CONSUMER = ConsumerId("reader")

@@ -8,9 +8,9 @@ from replica_driver import make_scope, prompt_keys
 from rayserve_paged.core.batcher import Batcher
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.kv_manager import KVManager
-from rayserve_paged.core.messages import StepPlan
 from rayserve_paged.core.request import ModelLimits, Request
 from rayserve_paged.core.sequence import SequenceState
+from rayserve_paged.core.step_messages import StepPlan
 
 
 class BatcherDriver:

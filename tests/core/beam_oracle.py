@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from fingerprint_rank import seen, token_logprobs
 
-from rayserve_paged.core.request import FinishReason, ModelLimits, Request, SamplingParams, admit
+from rayserve_paged.core.request import FinishReason, ModelLimits, Request, admit
+from rayserve_paged.core.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,26 +5,28 @@ from collections.abc import Sequence
 from replica_driver import Reader, ReplicaDriver, Stream, make_scope
 
 from rayserve_paged.core.controller import Controller
-from rayserve_paged.core.event_log import LoggedEvent
-from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.controller_messages import (
     ControllerCommand,
     ControllerEvent,
     LoseReplica,
     Placed,
     RegisterReplica,
     Rejected,
-    ReplicaCommand,
-    ReplicaEvent,
     ReplicaLost,
-    ReplicaReport,
     SendToReplica,
-    StepFinished,
     StopReplica,
     SubmitRequest,
     TakeDown,
-    Tick,
     WithdrawRequest,
+)
+from rayserve_paged.core.event_log import LoggedEvent
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.replica_messages import (
+    ReplicaCommand,
+    ReplicaEvent,
+    ReplicaReport,
+    StepFinished,
+    Tick,
 )
 from rayserve_paged.core.request import ModelLimits, Request
 

@@ -18,19 +18,14 @@ from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.beam_search import num_candidates
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.ids import Row
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.request import FinishReason, ModelLimits, Request, admit
+from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.step_messages import (
     RowStart,
     ScoredTokens,
     StepPlan,
     StepResult,
     TokenLogprobs,
-)
-from rayserve_paged.core.request import (
-    FinishReason,
-    ModelLimits,
-    Request,
-    SamplingParams,
-    admit,
 )
 
 Slots = npt.NDArray[np.uint64]

@@ -30,11 +30,12 @@ from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.config import BatchConfig, QueuePolicy
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import BlockId, BlockKey, Incarnation, RequestId
-from rayserve_paged.core.messages import StepPlan, TokenRun
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.request import FinishReason, Request, admit
 from rayserve_paged.core.sequence import Phase, SequenceState
 from rayserve_paged.core.step_commit import Committed, Progress
+from rayserve_paged.core.step_messages import StepPlan
+from rayserve_paged.core.stream_messages import TokenRun
 
 POLICIES: tuple[QueuePolicy, ...] = get_args(QueuePolicy)
 VOCAB_SIZE = 23

@@ -13,7 +13,8 @@ from beam_oracle import beam_search
 from rayserve_paged.core.attention_window import FULL_ATTENTION, AttentionWindow, group_key
 from rayserve_paged.core.block_identity import BlockScope, RequestScope
 from rayserve_paged.core.ids import BlockKey
-from rayserve_paged.core.request import ModelLimits, SamplingParams
+from rayserve_paged.core.request import ModelLimits
+from rayserve_paged.core.sampling_params import SamplingParams
 
 
 class Histories:

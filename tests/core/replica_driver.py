@@ -12,6 +12,7 @@ from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.block_identity import Adapter, BlockScope, extend_chain
 from rayserve_paged.core.config import BatchConfig, QueuePolicy, TimeoutConfig
 from rayserve_paged.core.consumer import Consumer, StreamUpdate
+from rayserve_paged.core.controller_messages import Placed
 from rayserve_paged.core.ids import (
     Attempt,
     BlockKey,
@@ -20,27 +21,24 @@ from rayserve_paged.core.ids import (
     ReplicaId,
     RequestId,
 )
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.replica_messages import (
     AnswerPoll,
     AssignRequest,
     CancelRequest,
-    Placed,
     ReplicaCommand,
     ReplicaEvent,
     ReplicaReport,
     RunStep,
     StepFinished,
-    StepPlan,
-    StepResult,
-    StreamName,
     Tick,
-    TokenLogprobs,
-    TokenRun,
 )
-from rayserve_paged.core.replica import Replica
-from rayserve_paged.core.request import FinishReason, ModelLimits, Request, SamplingParams, admit
+from rayserve_paged.core.request import FinishReason, ModelLimits, Request, admit
 from rayserve_paged.core.retention import RetentionRange
+from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.sequence import SequenceState
+from rayserve_paged.core.step_messages import StepPlan, StepResult, TokenLogprobs
+from rayserve_paged.core.stream_messages import StreamName, TokenRun
 
 R0 = ReplicaId("r0")
 TIMEOUTS = TimeoutConfig(consumer_lease_s=10.0, poll_timeout_s=2.0)

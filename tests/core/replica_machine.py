@@ -28,7 +28,8 @@ from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.config import QueuePolicy
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import Attempt, BlockKey, PinId, RequestId
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.outbox import LEASES_TO_REMEMBER
+from rayserve_paged.core.replica_messages import (
     AnswerPoll,
     AssignRequest,
     CancelRequest,
@@ -39,7 +40,6 @@ from rayserve_paged.core.messages import (
     StepFailed,
     UnpinPrefix,
 )
-from rayserve_paged.core.outbox import LEASES_TO_REMEMBER
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request, admit
 from rayserve_paged.core.retention import RetentionRange
 

@@ -11,7 +11,7 @@ from ledger_oracle import Histories, Sample, seen_positions
 from rayserve_paged.core.beam_search import num_candidates
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.ids import BlockId
-from rayserve_paged.core.messages import RowStart, StepPlan, StepResult, TokenLogprobs
+from rayserve_paged.core.step_messages import RowStart, StepPlan, StepResult, TokenLogprobs
 
 UNWRITTEN = -1
 

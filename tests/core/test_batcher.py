@@ -6,8 +6,8 @@ from fingerprint_rank import ScheduledRow, oracle
 from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.ids import Row
-from rayserve_paged.core.messages import StepPlan
 from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.step_messages import StepPlan
 
 
 def plan_of(driver: ReplicaDriver) -> StepPlan:

@@ -17,7 +17,7 @@ from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.beam_streams import beam_items
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import Attempt, RequestId
-from rayserve_paged.core.messages import CancelRequest, FenceReplica
+from rayserve_paged.core.replica_messages import CancelRequest, FenceReplica
 from rayserve_paged.core.request import FinishReason, Request, admit
 from rayserve_paged.core.sequence import Phase
 

@@ -8,7 +8,7 @@ from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, make_limits, make_request, prompt_keys
 
 from rayserve_paged.core.ids import BlockKey
-from rayserve_paged.core.messages import ResetCache
+from rayserve_paged.core.replica_messages import ResetCache
 from rayserve_paged.core.request import Request
 
 

@@ -4,7 +4,7 @@ import pytest
 from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, make_limits, make_request
 
-from rayserve_paged.core.messages import CancelRequest
+from rayserve_paged.core.replica_messages import CancelRequest
 from rayserve_paged.core.request import FinishReason, Request
 
 PROMPT = range(8)

@@ -2,18 +2,12 @@ import numpy as np
 from replica_driver import make_request
 
 from rayserve_paged.core.consumer import Consumer
+from rayserve_paged.core.controller_messages import Placed, ReplicaLost
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
-    Delivery,
-    Placed,
-    PollTokens,
-    ReplicaLost,
-    StreamItem,
-    StreamName,
-    TokenLogprobs,
-    TokenRun,
-)
+from rayserve_paged.core.replica_messages import PollTokens
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.step_messages import TokenLogprobs
+from rayserve_paged.core.stream_messages import Delivery, StreamItem, StreamName, TokenRun
 
 Q = RequestId("q0")
 R0, R1 = ReplicaId("r0"), ReplicaId("r1")

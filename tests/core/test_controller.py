@@ -3,27 +3,29 @@ import dataclasses
 from replica_driver import make_limits, make_report, make_request, make_scope, prompt_keys
 
 from rayserve_paged.core.controller import Controller
-from rayserve_paged.core.errors import CapacityError, InvalidInputError, NoReplicaError
-from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
-    AssignRequest,
-    CancelRequest,
+from rayserve_paged.core.controller_messages import (
     ControllerCommand,
     EndDeployment,
-    FenceReplica,
     LoseReplica,
     Placed,
     RegisterReplica,
     Rejected,
     RenewLease,
     ReplicaLost,
-    ReplicaReport,
     SendToReplica,
     StopReplica,
     SubmitRequest,
     TakeDown,
-    Tick,
     WithdrawRequest,
+)
+from rayserve_paged.core.errors import CapacityError, InvalidInputError, NoReplicaError
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.replica_messages import (
+    AssignRequest,
+    CancelRequest,
+    FenceReplica,
+    ReplicaReport,
+    Tick,
 )
 from rayserve_paged.core.request import ModelLimits, Request
 

@@ -13,23 +13,25 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from replica_driver import Stream, make_limits, make_report, make_request, make_scope, prompt_keys
 
 from rayserve_paged.core.controller import Controller
-from rayserve_paged.core.errors import DuplicateRequestError, NoReplicaError
-from rayserve_paged.core.ids import Attempt, BlockKey, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
-    AssignRequest,
-    CancelRequest,
+from rayserve_paged.core.controller_messages import (
     ControllerCommand,
-    FenceReplica,
     LoseReplica,
     Placed,
     RegisterReplica,
     Rejected,
     ReplicaLost,
-    ReplicaReport,
     SendToReplica,
     StopReplica,
     SubmitRequest,
     WithdrawRequest,
+)
+from rayserve_paged.core.errors import DuplicateRequestError, NoReplicaError
+from rayserve_paged.core.ids import Attempt, BlockKey, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.replica_messages import (
+    AssignRequest,
+    CancelRequest,
+    FenceReplica,
+    ReplicaReport,
 )
 from rayserve_paged.core.request import FinishReason, Request
 

@@ -9,6 +9,7 @@ from replica_driver import TIMEOUTS, make_limits, make_request, make_scope
 
 from rayserve_paged.core.config import BatchConfig
 from rayserve_paged.core.controller import Controller
+from rayserve_paged.core.controller_messages import Rejected
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.event_log import (
     Handles,
@@ -20,18 +21,11 @@ from rayserve_paged.core.event_log import (
     to_line,
 )
 from rayserve_paged.core.ids import Attempt, Incarnation, ReplicaId, RequestId, StepId
-from rayserve_paged.core.messages import (
-    AnswerPoll,
-    Rejected,
-    RunStep,
-    StepFinished,
-    StepResult,
-    Tick,
-    TokenLogprobs,
-    TokenRun,
-)
 from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.replica_messages import AnswerPoll, RunStep, StepFinished, Tick
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.step_messages import StepResult, TokenLogprobs
+from rayserve_paged.core.stream_messages import TokenRun
 
 LIMITS = make_limits(num_blocks=6, block_size=2, vocab_size=31, eos_token_ids=(0,))
 

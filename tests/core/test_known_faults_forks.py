@@ -10,7 +10,7 @@ from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.ids import Attempt, BlockId, RequestId
-from rayserve_paged.core.messages import FenceReplica
+from rayserve_paged.core.replica_messages import FenceReplica
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sequence import Phase, SequenceState
 

@@ -10,7 +10,12 @@ from batcher_driver import BatcherDriver
 from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, make_limits, make_request
 
-from rayserve_paged.core.messages import CancelRequest, FenceReplica, ReplicaEvent, StepFailed
+from rayserve_paged.core.replica_messages import (
+    CancelRequest,
+    FenceReplica,
+    ReplicaEvent,
+    StepFailed,
+)
 from rayserve_paged.core.request import FinishReason, Request
 
 

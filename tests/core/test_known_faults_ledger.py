@@ -20,7 +20,7 @@ from rayserve_paged.core.directory import Directory
 from rayserve_paged.core.errors import LedgerError
 from rayserve_paged.core.ids import BlockId, BlockKey
 from rayserve_paged.core.kv_manager import KVManager
-from rayserve_paged.core.messages import AssignRequest
+from rayserve_paged.core.replica_messages import AssignRequest
 
 
 def test_b01_blocks_share_a_key_only_where_parent_and_tokens_are_equal() -> None:

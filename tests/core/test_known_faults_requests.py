@@ -19,7 +19,8 @@ from replica_driver import (
 
 from rayserve_paged.core.errors import CapacityError, DuplicateRequestError, InvalidInputError
 from rayserve_paged.core.ids import ReplicaId
-from rayserve_paged.core.request import FinishReason, SamplingParams, admit
+from rayserve_paged.core.request import FinishReason, admit
+from rayserve_paged.core.sampling_params import SamplingParams
 
 # --- validation -------------------------------------------------------------------------------
 

@@ -1,16 +1,11 @@
 import numpy as np
 
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import (
-    AnswerPoll,
-    PollTokens,
-    StreamItem,
-    StreamName,
-    TokenLogprobs,
-    TokenRun,
-)
 from rayserve_paged.core.outbox import LEASES_TO_REMEMBER, Outbox
+from rayserve_paged.core.replica_messages import AnswerPoll, PollTokens
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.step_messages import TokenLogprobs
+from rayserve_paged.core.stream_messages import StreamItem, StreamName, TokenRun
 
 ANN, BOB = ConsumerId("ann"), ConsumerId("bob")
 Q = StreamName(RequestId("q"), Attempt(0), 0)

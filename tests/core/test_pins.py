@@ -10,7 +10,7 @@ from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.block_pool import BlockState
 from rayserve_paged.core.errors import CapacityError, PinLimitError
 from rayserve_paged.core.ids import BlockId, PinId
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.replica_messages import (
     FenceReplica,
     PinAnswered,
     PinPrefix,

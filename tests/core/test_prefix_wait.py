@@ -5,7 +5,7 @@ from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core import policy
-from rayserve_paged.core.messages import StepFailed
+from rayserve_paged.core.replica_messages import StepFailed
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sequence import Phase
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.messages import CancelRequest, StepFinished
+from rayserve_paged.core.replica_messages import CancelRequest, StepFinished
 from rayserve_paged.core.request import Request
 
 

@@ -10,7 +10,8 @@ from replica_driver import (
 )
 
 from rayserve_paged.core.ids import Attempt, ConsumerId, StepId
-from rayserve_paged.core.messages import (
+from rayserve_paged.core.replica import REPORT_INTERVAL_S
+from rayserve_paged.core.replica_messages import (
     AssignRequest,
     CancelRequest,
     FenceReplica,
@@ -18,11 +19,10 @@ from rayserve_paged.core.messages import (
     RunStep,
     StepFailed,
     StepFinished,
-    StepResult,
     Tick,
 )
-from rayserve_paged.core.replica import REPORT_INTERVAL_S
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.step_messages import StepResult
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from replica_driver import make_limits, make_request
 
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
-from rayserve_paged.core.request import MAX_SEED, SamplingParams, admit
+from rayserve_paged.core.request import admit
+from rayserve_paged.core.sampling_params import MAX_SEED, SamplingParams
 
 LIMITS = make_limits(num_blocks=8, block_size=4, vocab_size=100, max_model_len=40)
 

@@ -10,8 +10,8 @@ from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.ids import BlockId, BlockKey
-from rayserve_paged.core.messages import TokenRun
 from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.stream_messages import TokenRun
 
 
 @dataclasses.dataclass

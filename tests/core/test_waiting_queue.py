@@ -9,8 +9,8 @@ from rayserve_paged.core import policy
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.config import QueuePolicy
 from rayserve_paged.core.kv_manager import KVManager
-from rayserve_paged.core.messages import CancelRequest
 from rayserve_paged.core.policy import WAITING_KEYS, WaitingRequest
+from rayserve_paged.core.replica_messages import CancelRequest
 from rayserve_paged.core.sequence import SequenceState
 from rayserve_paged.core.waiting_queue import WaitingQueue
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rayserve_paged import cli
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.model.fingerprint import oracle
 
 FINGERPRINT = ["generate", "--model", "fingerprint", "--shell", "inprocess", "--num-blocks", "64"]

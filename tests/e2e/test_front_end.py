@@ -9,6 +9,13 @@ from typing import Any
 import pytest
 
 from rayserve_paged.core.config import CacheConfig, DeploymentConfig, ModelConfig, TimeoutConfig
+from rayserve_paged.core.controller_messages import (
+    LoseReplica,
+    Placed,
+    Rejected,
+    ReplicaLost,
+    SubmitRequest,
+)
 from rayserve_paged.core.errors import (
     DeploymentError,
     InvalidInputError,
@@ -16,16 +23,10 @@ from rayserve_paged.core.errors import (
     RequestFailedError,
 )
 from rayserve_paged.core.ids import ConsumerId, Incarnation, ReplicaId
-from rayserve_paged.core.messages import (
-    Delivery,
-    LoseReplica,
-    Placed,
-    PollTokens,
-    Rejected,
-    ReplicaLost,
-    SubmitRequest,
-)
-from rayserve_paged.core.request import FinishReason, SamplingParams
+from rayserve_paged.core.replica_messages import PollTokens
+from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.stream_messages import Delivery
 from rayserve_paged.front_end import FrontEnd, Prompt
 from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.fingerprint import oracle

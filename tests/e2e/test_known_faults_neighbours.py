@@ -13,8 +13,8 @@ from fingerprint_llm import greedy, num_unused_blocks
 
 from rayserve_paged import LLM, SamplingParams
 from rayserve_paged.core.config import CacheConfig, DeploymentConfig, ModelConfig
+from rayserve_paged.core.controller_messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.errors import DuplicateRequestError
-from rayserve_paged.core.messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.front_end import FrontEnd
 from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.sampler import Sampler

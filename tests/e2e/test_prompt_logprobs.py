@@ -9,7 +9,7 @@ from fingerprint_llm import num_unused_blocks
 
 from rayserve_paged import LLM, SamplingParams
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.messages import TokenLogprobs
+from rayserve_paged.core.step_messages import TokenLogprobs
 from rayserve_paged.model.fingerprint import FingerprintOracle, oracle
 from rayserve_paged.model.sampler import token_logprobs
 from rayserve_paged.model.spec import FingerprintConfig

@@ -10,9 +10,9 @@ from fingerprint_llm import greedy
 
 from rayserve_paged import LLM, SamplingParams
 from rayserve_paged.core.config import BatchConfig, CacheConfig, DeploymentConfig, ModelConfig
+from rayserve_paged.core.controller_messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.errors import InvalidInputError, OverloadedError
 from rayserve_paged.core.ids import Attempt, RequestId
-from rayserve_paged.core.messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.front_end import FrontEnd
 from rayserve_paged.inprocess import InProcessShell

@@ -21,8 +21,8 @@ from ray_harness import (
 )
 
 from rayserve_cluster.ray_shell import RayShell
+from rayserve_paged.core.controller_messages import Rejected, SubmitRequest
 from rayserve_paged.core.errors import NoReplicaError
-from rayserve_paged.core.messages import Rejected, SubmitRequest
 from rayserve_paged.core.request import FinishReason
 
 pytestmark = pytest.mark.ray

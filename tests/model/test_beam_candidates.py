@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayserve_paged.core.request import MAX_LOGPROBS, SamplingParams
+from rayserve_paged.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import SamplingRow
 

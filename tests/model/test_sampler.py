@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.model.fingerprint import FingerprintOracle
 from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import SamplingRow

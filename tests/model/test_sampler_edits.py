@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayserve_paged.core.request import SamplingParams
+from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.model.logit_processors import process_logits
 from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import LogitEdits, SamplingRow

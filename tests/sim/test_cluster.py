@@ -12,8 +12,8 @@ from sim_harness import BLOCK_SIZE, Outcome, make_spec, make_workload, simulate
 from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.event_log import LoggedEvent, read_lines, replay, to_line
 from rayserve_paged.core.ids import RequestId
-from rayserve_paged.core.messages import AnswerPoll, ReplicaReport, RunStep
 from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.replica_messages import AnswerPoll, ReplicaReport, RunStep
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.sim.cluster import Cluster, ClusterSpec
 from rayserve_paged.sim.network import NetworkSpec

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.messages import IntArray
+from rayserve_paged.core.step_messages import IntArray
 from rayserve_paged.sim.cost_model import RooflineCost, count_work
 from rayserve_paged.sim.hardware import (
     GPUS,

@@ -4,8 +4,8 @@ import numpy as np
 from sim_harness import make_spec, make_workload
 
 from rayserve_paged.core import invariants
+from rayserve_paged.core.controller_messages import EndDeployment, LoseReplica
 from rayserve_paged.core.ids import Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.messages import EndDeployment, LoseReplica
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.sim.cluster import Cluster
 from rayserve_paged.sim.report import FINISHES, RequestColumns

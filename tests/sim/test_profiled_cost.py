@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.messages import IntArray
+from rayserve_paged.core.step_messages import IntArray
 from rayserve_paged.sim.profiled_cost import ProfiledCost, read_profile
 
 # A step takes 10 s and 1 s per token; attention 0.01 s per token and context token, for a chunk

@@ -3,7 +3,7 @@
 import pytest
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.request import MAX_SEED
+from rayserve_paged.core.sampling_params import MAX_SEED
 from rayserve_paged.sim.requests import requests_of
 from rayserve_paged.sim.token_streams import make_prompt
 from rayserve_paged.sim.workload import TraceRequest, Workload

@@ -1,0 +1,209 @@
+"""What a replica takes in, and what it asks for.
+
+Shells carry these between machines and processes without looking inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rayserve_paged.core.errors import PinLimitError
+from rayserve_paged.core.ids import (
+    Attempt,
+    BlockKey,
+    ConsumerId,
+    Incarnation,
+    PinId,
+    ReplicaId,
+    RequestId,
+    StepId,
+)
+from rayserve_paged.core.request import Request
+from rayserve_paged.core.step_messages import StepPlan, StepResult
+from rayserve_paged.core.stream_messages import Delivery
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AssignRequest:
+    """The controller placed a request here. Idempotent by (request_id, attempt).
+
+    Args:
+        request: Checked and clamped (`request.admit`).
+        prompt_keys: Keys of the full blocks of the prompt, hashed once at placement.
+    """
+
+    request: Request
+    prompt_keys: tuple[BlockKey, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """Its consumer wants no more of a request, or of one of its samples. Unknown ids are ignored.
+
+    Args:
+        request_id: The request.
+        attempt: Which submission of it.
+        sibling: The sample; None for all.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    sibling: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PollTokens:
+    """A consumer asks for the new tokens of all its requests; renews its lease.
+
+    Args:
+        consumer_id: Who asks; it has at most one poll pending.
+        poll_id: Names the answer.
+        ack: Highest delivery sequence received from this incarnation, 0 for none.
+    """
+
+    consumer_id: ConsumerId
+    poll_id: int
+    ack: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StepFinished:
+    """The executor ran the plan."""
+
+    result: StepResult
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepFailed:
+    """The executor could not run the plan; the tensor group cannot be trusted any more."""
+
+    step_id: StepId
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FenceReplica:
+    """The incarnation ends: every request of it fails with this reason."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResetCache:
+    """Nothing that was computed before is to be found by prefix matching any more.
+
+    Running requests go on over the blocks that they have, and nothing of what they compute there
+    is found either.
+    """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PinPrefix:
+    """Keep the cached blocks of a prefix until they are unpinned. Idempotent by `pin_id`.
+
+    Args:
+        pin_id: Names the pin.
+        token_ids: The prefix; its full blocks that are computed now are kept, in the scope of
+            requests without adapter, attachments and salt.
+    """
+
+    pin_id: PinId
+    token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnpinPrefix:
+    """Let go of a pin. Unknown names are ignored."""
+
+    pin_id: PinId
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; leases and reports are looked at."""
+
+
+ReplicaEvent = (
+    AssignRequest
+    | CancelRequest
+    | PollTokens
+    | StepFinished
+    | StepFailed
+    | FenceReplica
+    | ResetCache
+    | PinPrefix
+    | UnpinPrefix
+    | Tick
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunStep:
+    """Run this plan on all ranks, then report StepFinished or StepFailed."""
+
+    plan: StepPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AnswerPoll:
+    """Answer a pending poll."""
+
+    consumer_id: ConsumerId
+    poll_id: int
+    delivery: Delivery
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What the controller learns of a replica: load, and keys that came and went.
+
+    Args:
+        replica_id: The replica.
+        incarnation: Its life.
+        sequence: Counts the reports of the incarnation, from 0.
+        published: Keys that became matchable since the last report, in order.
+        evicted: Keys that stopped being matchable since the last report.
+        finished: Requests that ended since the last report.
+        num_running: Sequences with a row.
+        num_waiting: Sequences without one.
+        num_free_blocks: FREE blocks.
+        num_cached_blocks: CACHED blocks.
+        num_queried_tokens: Prompt tokens of all requests that the incarnation has started, each
+            counted once however long it waited and however often it resumed.
+        num_hit_tokens: Those of them that the prefix cache held.
+        num_resumed_tokens: Tokens that the cache held of sequences that resumed, each time.
+        fenced: Set once, in the last report of an incarnation.
+    """
+
+    replica_id: ReplicaId
+    incarnation: Incarnation
+    sequence: int
+    published: tuple[BlockKey, ...]
+    evicted: tuple[BlockKey, ...]
+    finished: tuple[tuple[RequestId, Attempt], ...]
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_resumed_tokens: int
+    fenced: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PinAnswered:
+    """The answer to PinPrefix, at once.
+
+    Args:
+        pin_id: Of the pin.
+        num_tokens: Tokens in the blocks that it holds.
+        refused: Why it holds none; None where it was not refused.
+    """
+
+    pin_id: PinId
+    num_tokens: int
+    refused: PinLimitError | None
+
+
+ReplicaCommand = RunStep | AnswerPoll | ReplicaReport | PinAnswered
