@@ -14,6 +14,7 @@ from rayserve_paged.commands.bench import bench
 from rayserve_paged.commands.demo import demo
 from rayserve_paged.commands.down import down
 from rayserve_paged.commands.generate import generate
+from rayserve_paged.commands.replay import replay
 from rayserve_paged.commands.simulate import simulate
 from rayserve_paged.core.errors import PagedError
 
@@ -30,6 +31,7 @@ app.command()(demo)
 app.command()(down)
 app.command()(analyze)
 app.command()(simulate)
+app.command()(replay)
 
 
 def main() -> None:

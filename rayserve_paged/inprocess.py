@@ -25,7 +25,6 @@ from rayserve_cluster.step_loop import ReplicaHost
 from rayserve_cluster.tp_group import GroupBrokenError, TpGroup
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
-from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.controller_messages import (
     ControllerEvent,
     EndDeployment,
@@ -41,8 +40,9 @@ from rayserve_paged.core.controller_messages import (
     WithdrawRequest,
 )
 from rayserve_paged.core.errors import DeploymentError, ReplicaLostError
-from rayserve_paged.core.event_log import LoggedEvent
+from rayserve_paged.core.event_log import CONTROLLER, ControllerStart, LoggedStart
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.replay import new_controller, recorded
 from rayserve_paged.core.replica_messages import (
     PinAnswered,
     PinPrefix,
@@ -52,6 +52,7 @@ from rayserve_paged.core.replica_messages import (
 )
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.core.stream_messages import Delivery
+from rayserve_paged.event_files import EventFile, open_controller_log, open_replica_log
 
 _INCARNATION = Incarnation(0)
 """Of every replica here: a lost one is not started again."""
@@ -62,29 +63,32 @@ class InProcessShell:
 
     Args:
         config: Of the deployment. There is no lease: the deployment ends with its process.
-        record: Called with every event of every state machine, before it is handled, on the
-            thread that handles it.
 
     Raises:
-        InvalidInputError: The model, its width or the cache is not accepted.
+        InvalidInputError: The model, its width, the cache or the folder of logs is not accepted.
         DeploymentError: The ranks were not ready in time.
     """
 
-    def __init__(
-        self, config: DeploymentConfig, record: Callable[[LoggedEvent], None] | None = None
-    ) -> None:
+    def __init__(self, config: DeploymentConfig) -> None:
         self._config = config
-        self._record = record
         # Guards the controller and what follows.
         self._lock = threading.Lock()
-        self._controller = Controller(None, config.batch, config.placement)
+        start = ControllerStart(
+            deployment_lease_s=None, batch=config.batch, placement=config.placement
+        )
+        self._controller = new_controller(start)
+        self._log: EventFile | None = None
+        if config.event_log_dir is not None:
+            self._log = open_controller_log(config.event_log_dir)
+            self._log(LoggedStart(CONTROLLER, start))
+        self._take_event = recorded(CONTROLLER, self._controller.handle, self._log)
         self._watchers: dict[ConsumerId, set[Future[None]]] = {}
         self._news: dict[ConsumerId, list[ReplicaLost]] = {}
         self._stops: list[threading.Thread] = []
         self._gangs: dict[ReplicaId, _Gang] = {}
         for index in range(config.parallel.num_replicas):
             replica_id = ReplicaId(f"r{index}")
-            self._gangs[replica_id] = _Gang(config, replica_id, index, self.handle, record)
+            self._gangs[replica_id] = _Gang(config, replica_id, index, self.handle)
         try:
             self._start()
         except BaseException:
@@ -207,10 +211,7 @@ class InProcessShell:
         """
         answer: Placed | Rejected | None = None
         with self._lock:
-            now = time.monotonic()
-            if self._record is not None:
-                self._record(LoggedEvent("controller", now, event))
-            for command in self._controller.handle(event, now):
+            for command in self._take_event(event, time.monotonic()):
                 match command:
                     case SendToReplica(replica_id, _, message):
                         self._gangs[replica_id].host.post(message)
@@ -246,6 +247,8 @@ class InProcessShell:
             thread.join()
         for gang in self._gangs.values():
             gang.stop(reason)
+        if self._log is not None:
+            self._log.close()
 
 
 class _Gang:
@@ -256,7 +259,6 @@ class _Gang:
         replica_id: The replica.
         index: Its place among the replicas.
         on_event: Takes what the controller is to hear.
-        record: As `InProcessShell`.
     """
 
     def __init__(
@@ -265,12 +267,11 @@ class _Gang:
         replica_id: ReplicaId,
         index: int,
         on_event: Callable[[ReplicaReport | LoseReplica], object],
-        record: Callable[[LoggedEvent], None] | None,
     ) -> None:
         self._config = config
         self._replica_id = replica_id
         self._on_event = on_event
-        self._record = record
+        self._log: EventFile | None = None
         self._host: ReplicaHost | None = None
         self._stopping = False
         width = config.parallel.tensor_parallel_size
@@ -341,6 +342,8 @@ class _Gang:
             self._host.stop(reason)  # It may have started meanwhile.
         for group in self._groups:
             group.close()
+        if self._log is not None:
+            self._log.close()
 
     def _run_rank(self, rank: int) -> None:
         # Threads that have not computed yet, the step loop's too, take the setting from here.
@@ -355,6 +358,8 @@ class _Gang:
                 num_ranks_here=1 if self._on_gpus else self._num_ranks_in_all,
             )
             if rank == 0:
+                if (folder := self._config.event_log_dir) is not None:
+                    self._log = open_replica_log(folder, self._replica_id, _INCARNATION)
                 # At once, since its heartbeats keep the followers waiting.
                 self._host = host_replica(
                     self._config,
@@ -362,7 +367,7 @@ class _Gang:
                     self._replica_id,
                     _INCARNATION,
                     self._on_event,
-                    None if self._record is None else self._record_event,
+                    self._log,
                 )
                 self._host.start()
         except Exception as error:  # The thread's end: whoever waits for the rank raises it.
@@ -379,7 +384,3 @@ class _Gang:
             if not self._stopping:
                 reason = f"rank {rank}: {type(error).__name__}: {error}"
                 self._on_event(LoseReplica(self._replica_id, _INCARNATION, reason))
-
-    def _record_event(self, event: object, now: float) -> None:
-        assert self._record is not None
-        self._record(LoggedEvent(self._replica_id, now, event))

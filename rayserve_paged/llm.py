@@ -71,6 +71,7 @@ class LLM:
         name: Of the deployment, unique on its cluster.
         shell: "ray" for actors on a Ray cluster, "inprocess" for threads of this process.
         address: Ray cluster to join, "auto" for this machine's; None to start one.
+        event_log_dir: Folder for the event logs of the controller and the replicas; None for none.
         config: All of the above that belongs to the deployment, instead of them.
 
     Raises:
@@ -103,10 +104,12 @@ class LLM:
         name: str | None = None,
         shell: str = "ray",
         address: str | None = None,
+        event_log_dir: str | Path | None = None,
         config: DeploymentConfig | None = None,
     ) -> None:
         flags = {
             "name": name,
+            "event_log_dir": None if event_log_dir is None else str(event_log_dir),
             "model.model": model,
             "model.dtype": dtype,
             "model.max_model_len": max_model_len,
@@ -459,6 +462,9 @@ class LLM:
 
 def _with_absolute_path(config: DeploymentConfig) -> DeploymentConfig:
     # Ranks run in other directories.
+    if config.event_log_dir is not None:
+        folder = Path(config.event_log_dir).expanduser().resolve()
+        config = config.model_copy(update={"event_log_dir": str(folder)})
     path = Path(config.model.model).expanduser()
     if not path.exists() or config.model.model in _BUILT_IN_MODELS:
         return config

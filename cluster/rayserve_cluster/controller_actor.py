@@ -17,7 +17,6 @@ from rayserve_cluster.placement import alive_nodes, rank_resources, spread
 from rayserve_cluster.worker import RankStats
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
-from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.controller_messages import (
     ControllerCommand,
     ControllerEvent,
@@ -34,7 +33,9 @@ from rayserve_paged.core.controller_messages import (
     WithdrawRequest,
 )
 from rayserve_paged.core.errors import DeploymentError
+from rayserve_paged.core.event_log import CONTROLLER, ControllerStart, LoggedStart, Record
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.replay import new_controller, recorded
 from rayserve_paged.core.replica_messages import (
     PinAnswered,
     PinPrefix,
@@ -43,6 +44,7 @@ from rayserve_paged.core.replica_messages import (
     UnpinPrefix,
 )
 from rayserve_paged.core.request import ModelLimits
+from rayserve_paged.event_files import open_controller_log
 
 _TICK_S: Final = 0.25
 _LAST_WORDS_S: Final = 0.5
@@ -64,7 +66,15 @@ class ControllerActor:
         self._config = config
         self._owner = owner
         lease_s = None if config.keep_alive else config.timeouts.deployment_lease_s
-        self._core = Controller(lease_s, config.batch, config.placement)
+        start = ControllerStart(
+            deployment_lease_s=lease_s, batch=config.batch, placement=config.placement
+        )
+        self._core = new_controller(start)
+        record: Record | None = None
+        if config.event_log_dir is not None:
+            record = open_controller_log(config.event_log_dir)
+            record(LoggedStart(CONTROLLER, start))
+        self._take_event = recorded(CONTROLLER, self._core.handle, record)
         self._gangs: dict[tuple[ReplicaId, Incarnation], Gang] = {}
         self._lost: dict[tuple[ReplicaId, Incarnation], str] = {}
         self._news: dict[ConsumerId, list[ReplicaLost]] = {}
@@ -218,7 +228,7 @@ class ControllerActor:
     # --- the shell ------------------------------------------------------------------------
 
     def _handle(self, event: ControllerEvent) -> list[ControllerCommand]:
-        commands = self._core.handle(event, time.monotonic())
+        commands = self._take_event(event, time.monotonic())
         for command in commands:
             self._carry_out(command)
         return commands

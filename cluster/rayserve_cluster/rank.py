@@ -25,9 +25,10 @@ from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.event_log import LoggedStart, Record, ReplicaStart
 from rayserve_paged.core.ids import Incarnation, ReplicaId
-from rayserve_paged.core.replica import Replica
-from rayserve_paged.core.replica_messages import ReplicaEvent, ReplicaReport
+from rayserve_paged.core.replay import new_replica
+from rayserve_paged.core.replica_messages import ReplicaReport
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.load_config import user_cache_dir
 from rayserve_paged.model.build import build_model
@@ -125,7 +126,7 @@ def host_replica(
     replica_id: ReplicaId,
     incarnation: Incarnation,
     on_report: Callable[[ReplicaReport | LoseReplica], object],
-    record: Callable[[ReplicaEvent, float], None] | None = None,
+    record: Record | None = None,
 ) -> ReplicaHost:
     """Put a replica's state machine into its step loop, on rank 0; the caller starts the loop.
 
@@ -135,19 +136,21 @@ def host_replica(
         replica_id: The replica.
         incarnation: Its life.
         on_report: As `ReplicaHost`.
-        record: As `ReplicaHost`.
+        record: As `ReplicaHost`; called first with what the replica is made of.
     """
-    replica = Replica(
-        replica_id,
-        incarnation,
-        rank.limits,
-        rank.scope,
-        config.batch,
-        config.timeouts,
+    start = ReplicaStart(
+        replica_id=replica_id,
+        incarnation=incarnation,
+        limits=rank.limits,
+        scope=rank.scope,
+        batch=config.batch,
+        timeouts=config.timeouts,
         partial_reuse=config.cache.partial_reuse,
     )
+    if record is not None:
+        record(LoggedStart(replica_id, start))
     return ReplicaHost(
-        replica,
+        new_replica(start),
         RankZeroExecutor(rank.group, rank.runner),
         on_report,
         heartbeat_s=rank.group.timeout_s / _HEARTBEATS_PER_TIMEOUT,

@@ -17,7 +17,9 @@ from rayserve_cluster.tp_group import GroupBrokenError
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import ReplicaLostError
+from rayserve_paged.core.event_log import Record
 from rayserve_paged.core.ids import ConsumerId
+from rayserve_paged.core.replay import recorded
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.replica_messages import (
     AnswerPoll,
@@ -92,7 +94,7 @@ class ReplicaHost:
         on_report: Takes the replica's reports, and LoseReplica should the state machine itself
             have failed. Called on the step thread, so it only passes them on.
         heartbeat_s: Longest silence towards the other ranks.
-        record: Called with each event and its time, before the replica handles it.
+        record: Called with each event before the replica handles it, and with the commands after.
     """
 
     def __init__(
@@ -102,13 +104,13 @@ class ReplicaHost:
         on_report: Callable[[ReplicaReport | LoseReplica], object],
         *,
         heartbeat_s: float,
-        record: Callable[[ReplicaEvent, float], None] | None = None,
+        record: Record | None = None,
     ) -> None:
         self._replica = replica
+        self._take_event = recorded(replica.replica_id, replica.handle, record)
         self._executor = executor
         self._on_report = on_report
         self._heartbeat_s = heartbeat_s
-        self._record = record
         self._inbox: queue.SimpleQueue[_Inbound] = queue.SimpleQueue()
         # Set where something came in that a plan of several steps is to be cut short for.
         self._interrupt = threading.Event()
@@ -312,10 +314,7 @@ class ReplicaHost:
         return True
 
     def _handle(self, event: ReplicaEvent) -> None:
-        now = time.monotonic()
-        if self._record is not None:
-            self._record(event, now)
-        for command in self._replica.handle(event, now):
+        for command in self._take_event(event, time.monotonic()):
             match command:
                 case RunStep(plan):
                     self._plans.append(plan)

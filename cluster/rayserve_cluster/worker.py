@@ -35,6 +35,7 @@ from rayserve_paged.core.replica_messages import (
 )
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.core.stream_messages import Delivery
+from rayserve_paged.event_files import open_replica_log
 from rayserve_paged.process_times import resident_bytes
 
 if TYPE_CHECKING:  # These take seconds to import: a thread does it, while the actor answers.
@@ -178,9 +179,10 @@ class Worker:
             def on_report(report: ReplicaReport | LoseReplica) -> None:
                 loop.call_soon_threadsafe(self._reports.put_nowait, report)
 
-            self._host = host_replica(
-                self._spec.config, rank, self._spec.replica_id, self._spec.incarnation, on_report
-            )
+            config, name = self._spec.config, (self._spec.replica_id, self._spec.incarnation)
+            folder = config.event_log_dir
+            record = None if folder is None else open_replica_log(folder, *name)
+            self._host = host_replica(config, rank, *name, on_report, record)
             self._host.start()
         else:
             threading.Thread(target=self._follow, args=(rank,), name="step", daemon=True).start()

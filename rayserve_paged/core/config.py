@@ -138,5 +138,8 @@ class DeploymentConfig(_Section):
     placement: PlacementPolicy = "prefix-aware"
     """Which replica takes a request; see docs/scheduling.md."""
     timeouts: TimeoutConfig = TimeoutConfig()
+    event_log_dir: str | None = Field(default=None, min_length=1)
+    """A folder for the event logs of the controller and of every replica, which `rayserve-paged
+    replay` replays; on a cluster of several nodes it is one on each. None for no log."""
     keep_alive: bool = False
     """Outlive the owner's lease; ended by `rayserve-paged down` alone."""

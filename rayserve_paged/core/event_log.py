@@ -1,14 +1,19 @@
 """Every message as one line of JSON, so that a shell can record what happened and replay it.
 
-A line is `{"machine": name, "now": seconds, "event": message}`. A message is an object whose
-`"type"` names its dataclass; arrays, bytes, enums and errors are objects with one key that begins
-with "$".
+A log has lines of three kinds, those of several machines in any order:
+
+    {"machine": name, "start": what the machine was made of}
+    {"machine": name, "now": seconds, "event": message}
+    {"machine": name, "commands": [what the machine answered to its last event, ...]}
+
+A message is an object whose `"type"` names its dataclass; arrays, bytes, enums, errors and sections
+of the configuration are objects with one key that begins with "$".
 """
 
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -22,10 +27,40 @@ from rayserve_paged.core import (
     step_messages,
     stream_messages,
 )
+from rayserve_paged.core.block_identity import BlockScope
+from rayserve_paged.core.config import BatchConfig, PlacementPolicy, TimeoutConfig
+from rayserve_paged.core.ids import Incarnation, ReplicaId
+from rayserve_paged.core.request import ModelLimits
+
+CONTROLLER = "controller"
+"""Name of the controller in a log; replicas have their ids."""
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
-_MESSAGES = {
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStart:
+    """What a replica is made of; see `Replica`."""
+
+    replica_id: ReplicaId
+    incarnation: Incarnation
+    limits: ModelLimits
+    scope: BlockScope
+    batch: BatchConfig
+    timeouts: TimeoutConfig
+    partial_reuse: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerStart:
+    """What a controller is made of; see `Controller`."""
+
+    deployment_lease_s: float | None
+    batch: BatchConfig
+    placement: PlacementPolicy = "prefix-aware"
+
+
+_MESSAGES: Mapping[str, Callable[..., object]] = {
     name: kind
     for module in (
         step_messages,
@@ -37,12 +72,13 @@ _MESSAGES = {
     )
     for name, kind in vars(module).items()
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-}
+} | {kind.__name__: kind for kind in (ReplicaStart, ControllerStart)}
 _ERRORS = {
     name: kind
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, errors.PagedError)
 }
+_SECTIONS = {kind.__name__: kind for kind in (BatchConfig, TimeoutConfig)}
 
 
 class Handles(Protocol):
@@ -53,11 +89,23 @@ class Handles(Protocol):
         ...
 
 
-class LoggedEvent(NamedTuple):
-    """One line of a log.
+class LoggedStart(NamedTuple):
+    """A machine began; one of the same name before it is no more.
 
     Args:
-        machine: Which machine took the event in, such as "controller" or "r0".
+        machine: Its name, such as "controller" or "r0".
+        start: What it was made of.
+    """
+
+    machine: str
+    start: ReplicaStart | ControllerStart
+
+
+class LoggedEvent(NamedTuple):
+    """A machine took in an event.
+
+    Args:
+        machine: Its name.
         now: At what time, in seconds.
         event: The message.
     """
@@ -65,6 +113,22 @@ class LoggedEvent(NamedTuple):
     machine: str
     now: float
     event: object
+
+
+class LoggedCommands(NamedTuple):
+    """What a machine answered to its last event; missing where it raised or the log was cut off.
+
+    Args:
+        machine: Its name.
+        commands: The messages, in order.
+    """
+
+    machine: str
+    commands: tuple[object, ...]
+
+
+LogEntry: TypeAlias = LoggedStart | LoggedEvent | LoggedCommands
+Record: TypeAlias = Callable[[LogEntry], object]
 
 
 def encode(value: object) -> Json:
@@ -85,6 +149,8 @@ def encode(value: object) -> Json:
         return {"$array": [str(value.dtype), list(value.shape), cast(Json, value.ravel().tolist())]}
     if isinstance(value, dict):
         return {"$dict": [[encode(key), encode(item)] for key, item in value.items()]}
+    if isinstance(value, BatchConfig | TimeoutConfig):
+        return {"$config": [type(value).__name__, value.model_dump(mode="json")]}
     if isinstance(value, errors.PagedError):
         return {"$error": [type(value).__name__, *(encode(item) for item in value.args)]}
     if dataclasses.is_dataclass(value) and type(value).__name__ in _MESSAGES:
@@ -125,39 +191,62 @@ def _decode_error(content: Json) -> object:
     return _ERRORS[cast(str, name)](*(decode(item) for item in args))
 
 
+def _decode_config(content: Json) -> object:
+    name, fields = cast("tuple[str, dict[str, Json]]", content)
+    return _SECTIONS[name].model_validate(fields)
+
+
 _DECODERS: dict[str, Callable[[Json], object]] = {
     "$finish": lambda content: request.FinishReason(cast(str, content)),
     "$bytes": lambda content: bytes.fromhex(cast(str, content)),
     "$array": _decode_array,
     "$dict": _decode_dict,
+    "$config": _decode_config,
     "$error": _decode_error,
 }
 
 
-def to_line(entry: LoggedEvent) -> str:
-    """Return one event as a line of JSON, without the line's end."""
-    line = {"machine": entry.machine, "now": entry.now, "event": encode(entry.event)}
+def to_line(entry: LogEntry) -> str:
+    """Return one entry as a line of JSON, without the line's end."""
+    line: dict[str, Json] = {"machine": entry.machine}
+    match entry:
+        case LoggedStart(_machine, start):
+            line["start"] = encode(start)
+        case LoggedEvent(_machine, now, event):
+            line |= {"now": now, "event": encode(event)}
+        case LoggedCommands(_machine, commands):
+            line["commands"] = encode(commands)
     return json.dumps(line, separators=(",", ":"))
 
 
-def read_lines(lines: Iterable[str]) -> Iterator[LoggedEvent]:
-    """Yield the events of a log; empty lines are passed over.
+def read_lines(lines: Iterable[str]) -> Iterator[LogEntry]:
+    """Yield the entries of a log; empty lines are passed over.
+
+    So is a last line that breaks off, as a process that was killed leaves it.
 
     Raises:
         ValueError: A line that is not JSON.
         KeyError: A line without a field, or with an unknown message.
     """
-    for line in lines:
-        if line.strip():
+    rest = iter(lines)
+    is_first = True
+    for line in rest:
+        if not line.strip():
+            continue
+        try:
             entry = json.loads(line)
-            yield LoggedEvent(entry["machine"], entry["now"], decode(entry["event"]))
+        except ValueError:
+            if is_first or any(other.strip() for other in rest):
+                raise
+            return
+        is_first = False
+        yield _decode_entry(entry)
 
 
-def replay(entries: Iterable[LoggedEvent], machines: dict[str, Handles]) -> Iterator[object]:
-    """Feed a log to fresh machines; yield each command that they return.
-
-    Raises:
-        KeyError: An event of a machine that is not given.
-    """
-    for entry in entries:
-        yield from machines[entry.machine].handle(entry.event, entry.now)
+def _decode_entry(entry: dict[str, Json]) -> LogEntry:
+    machine = cast(str, entry["machine"])
+    if "start" in entry:
+        return LoggedStart(machine, cast("ReplicaStart | ControllerStart", decode(entry["start"])))
+    if "commands" in entry:
+        return LoggedCommands(machine, cast("tuple[object, ...]", decode(entry["commands"])))
+    return LoggedEvent(machine, cast(float, entry["now"]), decode(entry["event"]))

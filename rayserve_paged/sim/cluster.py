@@ -13,8 +13,15 @@ from rayserve_paged.core.consumer import Consumer
 from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.controller_messages import RegisterReplica
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.event_log import (
+    CONTROLLER,
+    ControllerStart,
+    LoggedStart,
+    Record,
+    ReplicaStart,
+)
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
-from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.replay import new_controller, new_replica
 from rayserve_paged.core.request import ModelLimits, Request
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.sim.cost_model import CostModel
@@ -23,7 +30,6 @@ from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.hosts import (
     ConsumerHost,
     ControllerHost,
-    Record,
     ReplicaHost,
     Source,
     Watch,
@@ -94,8 +100,8 @@ class Cluster:
 
     Args:
         spec: What the cluster consists of.
-        record: Called with each event of the controller and of each replica before it is handled:
-            the log of `core.event_log`, which fresh machines replay.
+        record: Takes the event logs of the controller and of all replicas, as `core.event_log`
+            writes them and `core.replay` replays them.
         watch: Called with each update of a stream as its consumer accepts it, and the time.
     """
 
@@ -115,11 +121,7 @@ class Cluster:
         num_nodes = num_gpu_nodes + 1 + spec.num_consumers
         self.network = Network(self.engine, spec.network, num_nodes)
         self.controller = ControllerHost(
-            self.engine,
-            self.network,
-            NodeId(num_gpu_nodes),
-            Controller(None, spec.batch, spec.placement),
-            record,
+            self.engine, self.network, NodeId(num_gpu_nodes), _new_controller(spec, record), record
         )
         self._scope = BlockScope(
             hashlib.sha256(repr(spec.limits).encode()).digest(),
@@ -188,20 +190,22 @@ class Cluster:
 
     def _replica_host(self, index: int, node: NodeId, record: Record | None) -> ReplicaHost:
         spec = self.spec
-        replica = Replica(
-            ReplicaId(f"r{index}"),
-            _FIRST_LIFE,
-            spec.limits,
-            self._scope,
-            spec.batch,
-            spec.timeouts,
+        start = ReplicaStart(
+            replica_id=ReplicaId(f"r{index}"),
+            incarnation=_FIRST_LIFE,
+            limits=spec.limits,
+            scope=self._scope,
+            batch=spec.batch,
+            timeouts=spec.timeouts,
         )
+        if record is not None:
+            record(LoggedStart(start.replica_id, start))
         host = ReplicaHost(
             self.engine,
             self.network,
             node,
             index,
-            replica,
+            new_replica(start),
             spec.cost,
             self._gaps,
             record,
@@ -267,3 +271,10 @@ class Cluster:
             num_events=self.engine.num_events,
             num_network_bytes=self.network.num_bytes,
         )
+
+
+def _new_controller(spec: ClusterSpec, record: Record | None) -> Controller:
+    start = ControllerStart(deployment_lease_s=None, batch=spec.batch, placement=spec.placement)
+    if record is not None:
+        record(LoggedStart(CONTROLLER, start))
+    return new_controller(start)

@@ -20,8 +20,9 @@ from rayserve_paged.core.controller_messages import (
     TakeDown,
     WithdrawRequest,
 )
-from rayserve_paged.core.event_log import LoggedEvent
+from rayserve_paged.core.event_log import CONTROLLER, Record
 from rayserve_paged.core.ids import Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.replay import recorded
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.replica_messages import (
     AnswerPoll,
@@ -46,7 +47,6 @@ from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.network import Network, NodeId, message_bytes
 from rayserve_paged.sim.report import OpenRequest, RequestLog
 
-Record = Callable[[LoggedEvent], None]
 Watch = Callable[[StreamUpdate, float], None]
 Source = tuple[ReplicaId, Incarnation]
 
@@ -62,7 +62,7 @@ class ReplicaHost:
         replica: The state machine.
         cost: Of its steps.
         gaps: Takes the time from token to token.
-        record: Called with each event before the replica handles it.
+        record: Takes its event log.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ReplicaHost:
         self.has_changed = False
         self._engine = engine
         self._network = network
-        self._record = record
+        self._take_event = recorded(replica.replica_id, replica.handle, record)
         self._tick_at: float | None = None
 
     def take(self, event: ReplicaEvent) -> None:
@@ -111,9 +111,7 @@ class ReplicaHost:
 
     def _handle(self, event: ReplicaEvent) -> None:
         now = self._engine.now
-        if self._record is not None:
-            self._record(LoggedEvent(self.replica.replica_id, now, event))
-        for command in self.replica.handle(event, now):
+        for command in self._take_event(event, now):
             match command:
                 case RunStep(plan):
                     self.executor.run(plan)
@@ -273,7 +271,7 @@ class ControllerHost:
         network: Carries its messages.
         node: Where it is.
         controller: The state machine.
-        record: Called with each event before the controller handles it.
+        record: Takes its event log.
     """
 
     def __init__(
@@ -290,14 +288,11 @@ class ControllerHost:
         self.consumers: dict[str, ConsumerHost] = {}
         self._engine = engine
         self._network = network
-        self._record = record
+        self._take_event = recorded(CONTROLLER, controller.handle, record)
 
     def take(self, event: ControllerEvent) -> None:
         """Take in a message that has come."""
-        now = self._engine.now
-        if self._record is not None:
-            self._record(LoggedEvent("controller", now, event))
-        commands = self.controller.handle(event, now)
+        commands = self._take_event(event, self._engine.now)
         for command in commands:
             match command:
                 case SendToReplica(replica_id, incarnation, sent):

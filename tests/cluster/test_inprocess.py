@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ from rayserve_paged.core.controller_messages import LoseReplica, Placed, Rejecte
 from rayserve_paged.core.errors import InvalidInputError, ReplicaLostError
 from rayserve_paged.core.event_log import LoggedEvent
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.replay import replay
 from rayserve_paged.core.replica_messages import PollTokens, StepFinished
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.stream_messages import StreamItem
 from rayserve_paged.deployment import Deployment
+from rayserve_paged.event_files import log_files, read_log
 from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.fingerprint import oracle
 
@@ -284,10 +287,23 @@ def test_shutdown_leaves_no_thread_and_no_socket() -> None:
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_files)
 
 
-def test_every_event_is_recorded_under_its_machines_name() -> None:
-    log: list[LoggedEvent] = []
-    shell = InProcessShell(config(parallel={"num_replicas": 2}), log.append)
+def test_the_logs_of_all_machines_replay_to_what_they_answered(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    settings = config(parallel={"num_replicas": 2})
+    settings = settings.model_copy(update={"event_log_dir": str(folder)})
+    shell = InProcessShell(settings)
     serve(shell, PROMPTS, SamplingParams(max_tokens=4, temperature=0.0, seed=0))
     shell.shutdown()
-    assert {entry.machine for entry in log} == {"controller", "r0", "r1"}
-    assert any(isinstance(entry.event, StepFinished) for entry in log)
+    logs = log_files(folder)
+    assert [path.name for path in logs] == ["controller.0.jsonl", "r0.0.jsonl", "r1.0.jsonl"]
+    for path in logs:
+        result = replay(read_log(path))
+        assert result.difference is None
+        assert result.num_machines == 1
+        assert result.num_commands > 0
+        events = [entry.event for entry in read_log(path) if isinstance(entry, LoggedEvent)]
+        kind = SubmitRequest if path == logs[0] else StepFinished
+        assert any(isinstance(event, kind) for event in events)
+    # Another run is not mixed into them.
+    with pytest.raises(InvalidInputError, match=r"r0\.0\.jsonl, the log of another run"):
+        InProcessShell(settings)

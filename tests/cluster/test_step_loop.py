@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +14,16 @@ from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import BatchConfig, TimeoutConfig
 from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import LedgerError, PinLimitError, ReplicaLostError
-from rayserve_paged.core.event_log import LoggedEvent, read_lines, replay, to_line
+from rayserve_paged.core.event_log import (
+    LogEntry,
+    LoggedCommands,
+    LoggedStart,
+    ReplicaStart,
+    read_lines,
+    to_line,
+)
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, PinId, ReplicaId, RequestId
+from rayserve_paged.core.replay import new_replica, replay
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.replica_messages import (
     AssignRequest,
@@ -81,13 +88,13 @@ class Stage:
     def __init__(self, executor: CountingExecutor, replica: Replica | None = None) -> None:
         self.executor = executor
         self.reports: list[ReplicaReport | LoseReplica] = []
-        self.log: list[LoggedEvent] = []
+        self.log: list[LogEntry] = []
         self.host = ReplicaHost(
-            new_replica() if replica is None else replica,
+            new_replica(START) if replica is None else replica,
             executor,
             self.reports.append,
             heartbeat_s=0.02,
-            record=lambda event, now: self.log.append(LoggedEvent("r0", now, event)),
+            record=self.log.append,
         )
         self._ack = 0
         self._poll_id = 0
@@ -116,15 +123,14 @@ def wait_for(event: threading.Event) -> None:
     assert event.wait(_LONG_S)
 
 
-def new_replica() -> Replica:
-    return Replica(
-        ReplicaId("r0"),
-        Incarnation(2),
-        LIMITS,
-        SCOPE,
-        BatchConfig(max_num_seqs=4, max_num_batched_tokens=8),
-        TimeoutConfig(consumer_lease_s=_LONG_S, poll_timeout_s=0.05),
-    )
+START = ReplicaStart(
+    replica_id=ReplicaId("r0"),
+    incarnation=Incarnation(2),
+    limits=LIMITS,
+    scope=SCOPE,
+    batch=BatchConfig(max_num_seqs=4, max_num_batched_tokens=8),
+    timeouts=TimeoutConfig(consumer_lease_s=_LONG_S, poll_timeout_s=0.05),
+)
 
 
 def request(name: str, num_prompt: int = 3, max_tokens: int = 5) -> AssignRequest:
@@ -358,7 +364,7 @@ class BrittleReplica(Replica):
 
 
 def test_a_state_machine_that_cannot_be_fenced_is_reported_lost(start: Start) -> None:
-    stage = start(replica=BrittleReplica(new_replica()))
+    stage = start(replica=BrittleReplica(new_replica(START)))
     pending = stage.host.poll(PollTokens(CONSUMER, 1, 0))
     stage.host.post(request("a"))
     with pytest.raises(ReplicaLostError, match="LedgerError: a block is lost"):
@@ -442,12 +448,13 @@ def test_the_recorded_events_replay_to_the_same_plans(start: Start) -> None:
         stage.host.post(request(f"q{index}", num_prompt=3 + index))
     stage.read_to_end(*(f"q{index}" for index in range(6)))
     stage.host.stop("enough")
-    lines = [to_line(entry) for entry in stage.log]
-    machines: dict[str, Any] = {"r0": new_replica()}
-    commands = list(replay(read_lines(lines), machines))
-    replayed = [command.plan for command in commands if isinstance(command, RunStep)]
-    assert len(replayed) == len(stage.executor.plans) > 6
-    for mine, theirs in zip(replayed, stage.executor.plans, strict=True):
+    lines = [to_line(entry) for entry in [LoggedStart("r0", START), *stage.log]]
+    entries = list(read_lines(lines))
+    assert replay(entries).difference is None
+    answered = [entry.commands for entry in entries if isinstance(entry, LoggedCommands)]
+    plans = [c.plan for commands in answered for c in commands if isinstance(c, RunStep)]
+    assert len(plans) == len(stage.executor.plans) > 6
+    for mine, theirs in zip(plans, stage.executor.plans, strict=True):
         assert mine.step_id == theirs.step_id
         assert mine.rows.tolist() == theirs.rows.tolist()
         assert mine.token_ids.tolist() == theirs.token_ids.tolist()

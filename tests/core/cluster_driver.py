@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from replica_driver import Reader, ReplicaDriver, Stream, make_scope
 
-from rayserve_paged.core.controller import Controller
+from rayserve_paged.core.config import BatchConfig
 from rayserve_paged.core.controller_messages import (
     ControllerCommand,
     ControllerEvent,
@@ -19,8 +19,16 @@ from rayserve_paged.core.controller_messages import (
     TakeDown,
     WithdrawRequest,
 )
-from rayserve_paged.core.event_log import LoggedEvent
+from rayserve_paged.core.event_log import (
+    CONTROLLER,
+    ControllerStart,
+    LogEntry,
+    LoggedCommands,
+    LoggedEvent,
+    LoggedStart,
+)
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.replay import new_controller
 from rayserve_paged.core.replica_messages import (
     ReplicaCommand,
     ReplicaEvent,
@@ -43,10 +51,11 @@ class ClusterDriver:
         self, all_limits: Sequence[ModelLimits], deployment_lease_s: float | None = None
     ) -> None:
         self.now = 0.0
-        self.controller = Controller(deployment_lease_s)
+        start = ControllerStart(deployment_lease_s=deployment_lease_s, batch=BatchConfig())
+        self.controller = new_controller(start)
         self.drivers: dict[ReplicaId, ReplicaDriver] = {}
         self.readers: dict[ConsumerId, Reader] = {}
-        self.log: list[LoggedEvent] = []
+        self.log: list[LogEntry] = [LoggedStart(CONTROLLER, start)]
         self.commands: list[ControllerCommand | ReplicaCommand] = []
         self.rejected: dict[RequestId, Exception] = {}
         self.placed: dict[RequestId, ReplicaId] = {}
@@ -58,8 +67,9 @@ class ClusterDriver:
     # --- messages -------------------------------------------------------------------------
 
     def tell_controller(self, event: ControllerEvent) -> None:
-        self.log.append(LoggedEvent("controller", self.now, event))
+        self.log.append(LoggedEvent(CONTROLLER, self.now, event))
         commands = self.controller.handle(event, self.now)
+        self.log.append(LoggedCommands(CONTROLLER, tuple(commands)))
         self.commands += commands
         for command in commands:
             match command:
@@ -93,6 +103,7 @@ class ClusterDriver:
         driver = self.drivers[replica_id]
         driver.now = self.now
         commands = driver.send(event)
+        self.log.append(LoggedCommands(replica_id, tuple(commands)))
         self.commands += commands
         for command in commands:
             if isinstance(command, ReplicaReport):
@@ -108,6 +119,7 @@ class ClusterDriver:
         driver = ReplicaDriver(limits, incarnation=incarnation, replica_id=replica_id)
         driver.readers = self.readers
         self.drivers[replica_id] = driver
+        self.log.append(LoggedStart(replica_id, driver.start))
         scope = make_scope(limits.block_size)
         self.tell_controller(RegisterReplica(replica_id, Incarnation(incarnation), limits, scope))
 

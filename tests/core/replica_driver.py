@@ -13,6 +13,7 @@ from rayserve_paged.core.block_identity import Adapter, BlockScope, extend_chain
 from rayserve_paged.core.config import BatchConfig, QueuePolicy, TimeoutConfig
 from rayserve_paged.core.consumer import Consumer, StreamUpdate
 from rayserve_paged.core.controller_messages import Placed
+from rayserve_paged.core.event_log import ReplicaStart
 from rayserve_paged.core.ids import (
     Attempt,
     BlockKey,
@@ -21,7 +22,7 @@ from rayserve_paged.core.ids import (
     ReplicaId,
     RequestId,
 )
-from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.replay import new_replica
 from rayserve_paged.core.replica_messages import (
     AnswerPoll,
     AssignRequest,
@@ -242,15 +243,16 @@ class ReplicaDriver:
             oldest_every=oldest_every,
         )
         self.incarnation = Incarnation(incarnation)
-        self.replica = Replica(
-            replica_id,
-            self.incarnation,
-            limits,
-            self.scope,
-            batch,
-            TIMEOUTS,
+        self.start = ReplicaStart(
+            replica_id=replica_id,
+            incarnation=self.incarnation,
+            limits=limits,
+            scope=self.scope,
+            batch=batch,
+            timeouts=TIMEOUTS,
             partial_reuse=partial_reuse,
         )
+        self.replica = new_replica(self.start)
         self.rank = FingerprintRank(limits, poison)
         self.now = 0.0
         self.plans: deque[StepPlan] = deque()

@@ -1,28 +1,22 @@
 import json
 import random
-from typing import cast
 
 import numpy as np
 import pytest
 from cluster_driver import ClusterDriver
-from replica_driver import TIMEOUTS, make_limits, make_request, make_scope
+from replica_driver import make_limits, make_request
 
-from rayserve_paged.core.config import BatchConfig
-from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.controller_messages import Rejected
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.event_log import (
-    Handles,
     LoggedEvent,
     decode,
     encode,
     read_lines,
-    replay,
     to_line,
 )
-from rayserve_paged.core.ids import Attempt, Incarnation, ReplicaId, RequestId, StepId
-from rayserve_paged.core.replica import Replica
-from rayserve_paged.core.replica_messages import AnswerPoll, RunStep, StepFinished, Tick
+from rayserve_paged.core.ids import Attempt, ReplicaId, RequestId, StepId
+from rayserve_paged.core.replica_messages import AnswerPoll, RunStep, StepFinished
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.step_messages import StepResult, TokenLogprobs
 from rayserve_paged.core.stream_messages import TokenRun
@@ -59,27 +53,6 @@ def recorded_run(seed: int) -> ClusterDriver:
     return cluster
 
 
-def fresh_machines() -> dict[str, Handles]:
-    batch = BatchConfig(max_num_seqs=8, max_num_batched_tokens=64)
-    replicas = {
-        name: Replica(ReplicaId(name), Incarnation(0), LIMITS, make_scope(2), batch, TIMEOUTS)
-        for name in ("r0", "r1")
-    }
-    machines = {"controller": Controller(1000.0), **replicas}
-    return cast("dict[str, Handles]", machines)
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_recorded_run_replays_to_the_same_commands_byte_for_byte(seed: int) -> None:
-    cluster = recorded_run(seed)
-    assert sum(driver.replica.batcher.num_preemptions for driver in cluster.drivers.values()) > 0
-    lines = [to_line(entry) for entry in cluster.log]
-    expected = [json.dumps(encode(command)) for command in cluster.commands]
-    replayed = replay(read_lines(lines), fresh_machines())
-    assert [json.dumps(encode(command)) for command in replayed] == expected
-    assert len(expected) > 200
-
-
 def test_a_run_is_the_same_run_when_it_is_repeated() -> None:
     first, second = recorded_run(4), recorded_run(4)
     assert [to_line(entry) for entry in first.log] == [to_line(entry) for entry in second.log]
@@ -100,6 +73,7 @@ def test_arrays_keep_their_type_and_dictionaries_their_keys() -> None:
     result = StepResult(StepId(7), np.array([[3, 4]], np.int32), logprobs, {0: "NaN"})
     line = to_line(LoggedEvent("r0", 1.5, StepFinished(result)))
     (entry,) = read_lines([line, "", "  \n"])
+    assert isinstance(entry, LoggedEvent)
     assert (entry.machine, entry.now) == ("r0", 1.5)
     assert isinstance(entry.event, StepFinished)
     read = entry.event.result
@@ -162,10 +136,18 @@ def test_what_no_message_holds_is_refused() -> None:
             encode(value)
 
 
-def test_a_line_of_an_unknown_machine_or_message_is_refused() -> None:
-    with pytest.raises(KeyError, match="r9"):
-        list(replay([LoggedEvent("r9", 0.0, Tick())], fresh_machines()))
+def test_a_line_with_an_unknown_message_is_refused() -> None:
     with pytest.raises(KeyError, match="Nonsense"):
         list(read_lines(['{"machine":"r0","now":0,"event":{"type":"Nonsense"}}']))
+    with pytest.raises(KeyError, match="machine"):
+        list(read_lines(['{"now":0,"event":{"type":"Tick"}}']))
     with pytest.raises(ValueError, match="Expecting"):
         list(read_lines(["not json"]))
+
+
+def test_a_last_line_that_breaks_off_is_passed_over_and_any_other_is_not() -> None:
+    lines = [to_line(entry) + "\n" for entry in recorded_run(8).log]
+    broken = lines[-1][: len(lines[-1]) // 2]
+    assert [to_line(entry) + "\n" for entry in read_lines([*lines[:-1], broken])] == lines[:-1]
+    with pytest.raises(ValueError, match="line 1 column"):
+        list(read_lines([*lines[:-1], broken + "\n", lines[-1]]))

@@ -10,7 +10,7 @@ from rayserve_paged.core import invariants
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import BatchConfig
 from rayserve_paged.core.consumer import StreamUpdate
-from rayserve_paged.core.event_log import LoggedEvent, to_line
+from rayserve_paged.core.event_log import LogEntry, to_line
 from rayserve_paged.core.ids import BlockKey, ReplicaId, RequestId
 from rayserve_paged.core.request import FinishReason, ModelLimits
 from rayserve_paged.sim.cluster import Cluster, ClusterSpec
@@ -116,7 +116,7 @@ def simulate(
             stream.end_s, stream.finish = now, update.finish
             stream.num_ends += 1
 
-    def record(entry: LoggedEvent) -> None:
+    def record(entry: LogEntry) -> None:
         digest.update(to_line(entry).encode() + b"\n")
 
     cluster = Cluster(spec, record if with_log else None, watch)
