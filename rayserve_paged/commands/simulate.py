@@ -20,7 +20,7 @@ _Figures = dict[str, float | int | dict[str, float | int | None] | None]
 _Trace = Annotated[
     Path,
     typer.Option(
-        help="Mooncake's JSON lines, the CSV of Azure or of BurstGPT, "
+        help="Mooncake's JSON lines, the CSV of Azure or of BurstGPT, event logs of a run, "
         "or the YAML of a synthetic workload."
     ),
 ]

@@ -37,7 +37,6 @@ from rayserve_paged.sim.hosts import (
 from rayserve_paged.sim.network import Network, NetworkSpec, NodeId
 from rayserve_paged.sim.report import LoadLog, ReplicaColumns, RequestLog, SimReport
 from rayserve_paged.sim.requests import SimRequest
-from rayserve_paged.sim.token_streams import make_prompt
 
 _TIMEOUTS = TimeoutConfig()
 _NETWORK = NetworkSpec()
@@ -228,7 +227,7 @@ class Cluster:
             request_id=RequestId(f"q{number}"),
             consumer_id=consumer.consumer.consumer_id,
             attempt=Attempt(0),
-            prompt_token_ids=make_prompt(request.segments, self.spec.limits.vocab_size),
+            prompt_token_ids=request.make_prompt(self.spec.limits.vocab_size),
             params=SamplingParams(
                 max_tokens=request.num_output_tokens, seed=request.seed, ignore_eos=True
             ),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.sampling_params import MAX_SEED
-from rayserve_paged.sim.token_streams import Segment, stream_number
+from rayserve_paged.sim.token_streams import Segment, make_prompt, stream_number
 from rayserve_paged.sim.workload import TraceRequest, Workload
 
 _HASH_ID = 0x68617368  # Keeps the streams of hash ids apart from others.
@@ -22,17 +22,25 @@ class SimRequest:
         segments: What the prompt consists of, head first.
         num_output_tokens: Tokens of its answer: it ends there and not before.
         seed: Decides its answer (`token_streams.answer_stream`), so that a later turn can quote it.
+        token_ids: Its prompt, where that is known, in place of segments.
     """
 
     arrival_s: float
     segments: tuple[Segment, ...]
     num_output_tokens: int
     seed: int
+    token_ids: tuple[int, ...] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of its prompt."""
+        if self.token_ids is not None:
+            return len(self.token_ids)
         return sum(segment.num_tokens for segment in self.segments)
+
+    def make_prompt(self, vocab_size: int) -> tuple[int, ...]:
+        """Return the token ids of its prompt; those that are made up are below `vocab_size`."""
+        return make_prompt(self.segments, vocab_size) if self.token_ids is None else self.token_ids
 
 
 def request_seed(workload_seed: int, number: int) -> int:
@@ -43,7 +51,8 @@ def request_seed(workload_seed: int, number: int) -> int:
 def requests_of(workload: Workload, block_size: int, seed: int = 0) -> Iterator[SimRequest]:
     """Yield the requests of a trace, one at a time.
 
-    Equal hash ids give equal tokens. A trace without ids gives prompts that share nothing.
+    Equal hash ids give equal tokens. A trace without ids gives prompts that share nothing. The
+    prompts of a recorded run are what they were.
 
     Args:
         workload: The trace.
@@ -64,6 +73,7 @@ def requests_of(workload: Workload, block_size: int, seed: int = 0) -> Iterator[
             _segments(request, trace_block_size, seed, number),
             request.output_length,
             request_seed(seed, number),
+            request.token_ids,
         )
         for number, request in enumerate(workload.requests)
     )
@@ -72,6 +82,8 @@ def requests_of(workload: Workload, block_size: int, seed: int = 0) -> Iterator[
 def _segments(
     request: TraceRequest, trace_block_size: int | None, seed: int, number: int
 ) -> tuple[Segment, ...]:
+    if request.token_ids is not None:
+        return ()
     if request.hash_ids is None or trace_block_size is None:
         return (Segment(stream_number(_PROMPT, seed, number), request.input_length),)
     full = [

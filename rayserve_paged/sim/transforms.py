@@ -58,10 +58,13 @@ def repeat(workload: Workload, times: int, gap_ms: float | None = None) -> Workl
             from arrival to arrival.
 
     Raises:
-        InvalidInputError: A number below 1, or a gap below 0.
+        InvalidInputError: A number below 1, more than 1 of a recorded run, whose prompts are what
+            they are, or a gap below 0.
     """
     if times < 1:
         raise InvalidInputError("repeat", times, "at least 1")
+    if times > 1 and workload.requests[0].token_ids is not None:
+        raise InvalidInputError("repeat", times, "1 with a recorded run, whose prompts are known")
     first, last = workload.requests[0].arrival_ms, workload.requests[-1].arrival_ms
     if gap_ms is None:
         gap_ms = (last - first) / max(1, len(workload.requests) - 1)

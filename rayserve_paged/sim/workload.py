@@ -51,12 +51,14 @@ class TraceRequest:
         input_length: Tokens of the prompt, at least 1.
         output_length: Tokens of the answer, at least 1.
         hash_ids: One id per block of the prompt, head first; None where the trace has none.
+        token_ids: The prompt itself, of a recorded run; None where it is not known.
     """
 
     arrival_ms: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""A workload from a file: a trace, changed as asked, or the description of a synthetic one."""
+"""A workload from a file: a trace or a recorded run, changed as asked, or the description of a
+synthetic one.
+"""
 
 import dataclasses
 import itertools
@@ -8,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.sim.recorded_workload import is_event_log, read_recorded
 from rayserve_paged.sim.requests import SimRequest, requests_of
 from rayserve_paged.sim.synthetic import SyntheticWorkload, generate
 from rayserve_paged.sim.transforms import repeat, sample, scale_time, take_first
@@ -54,10 +57,11 @@ def open_workload(
     *,
     skip_invalid: bool = False,
 ) -> OpenWorkload:
-    """Open a workload: `.yaml` describes a `SyntheticWorkload`, all else is a trace.
+    """Open a workload: `.yaml` describes a `SyntheticWorkload`, a folder or a file of event logs is
+    a recorded run, all else is a trace.
 
     Args:
-        path: The file.
+        path: The file or folder.
         block_size: Slots per block of the cluster.
         seed: Another one gives other tokens, and draws a synthetic workload anew.
         changes: To a trace; a synthetic workload has its own rate and number, and takes a limit.
@@ -68,7 +72,11 @@ def open_workload(
     """
     if path.suffix in (".yaml", ".yml"):
         return _open_synthetic(path, seed, changes)
-    workload = scale_time(read_workload(path, skip_invalid=skip_invalid), changes.time_scale)
+    if is_event_log(path):
+        workload = read_recorded(path)
+    else:
+        workload = read_workload(path, skip_invalid=skip_invalid)
+    workload = scale_time(workload, changes.time_scale)
     workload = repeat(sample(workload, changes.sample, seed), changes.repeat)
     if changes.limit is not None:
         workload = take_first(workload, changes.limit)
