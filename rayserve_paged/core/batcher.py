@@ -475,16 +475,17 @@ class Batcher:
             prefix.places,
             prefix.partial,
             sequence.windows,
-            resumes=resumes,
+            resumes=resumes or sequence.num_delivered > 0,
             retention=sequence.retention,
         )
         block_ids = self.kv.grow(sequence.table, num_computed + chunk)
         assert block_ids is not None, "admission counted them"
         sequence.num_sealed = len(prefix.places) // self.kv.num_layer_groups
-        if resumes:
+        if not resumes:
+            sequence.num_cached_tokens = min(num_computed, sequence.num_prompt)
+        if resumes or sequence.num_delivered:
             self.num_resumed_tokens += num_computed
         else:
-            sequence.num_cached_tokens = num_computed
             self.num_queried_tokens += sequence.num_prompt
             self.num_hit_tokens += num_computed
         row = self._batch.enter(sequence, num_computed)

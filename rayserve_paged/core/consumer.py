@@ -100,6 +100,8 @@ class Consumer:
     def open(self, request: Request) -> None:
         """Begin to own a request, before it is submitted."""
         streams = {sibling: _Stream() for sibling in range(request.params.num_siblings)}
+        if request.delivered:
+            streams = {one.sibling: _Stream(len(one.token_ids)) for one in request.delivered}
         self._open[request.request_id] = _OpenRequest(request, streams)
 
     def abandon(self, request_id: RequestId) -> None:

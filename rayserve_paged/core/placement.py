@@ -143,7 +143,7 @@ class Placement:
         Returns:
             The replica; None where the queue limits of all that can hold it leave no room.
         """
-        promise = _Promise(request.params.num_rows, promised_tokens(request))
+        promise = _Promise(request.num_rows, request.num_promised_tokens)
         slots = np.flatnonzero(self._fits(request))
         if self._limits_queue:
             room = has_room(
@@ -197,9 +197,3 @@ class Placement:
         return QueueLoads(
             self._num_seqs[slots], self._max_num_seqs[slots], self._num_pending_tokens[slots]
         )
-
-
-def promised_tokens(request: Request) -> int:
-    """Return the tokens to be computed for a request: its prompt once, the output of each row."""
-    params = request.params
-    return len(request.prompt_token_ids) + params.num_rows * (params.max_tokens or 0)

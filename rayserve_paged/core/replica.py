@@ -195,21 +195,58 @@ class Replica:
             return
         if request.request_id in self._sequences:
             return
-        sequence = SequenceState(
-            request,
-            event.prompt_keys,
-            self.scope.root(request.scope),
-            self._num_arrivals,
-            self.limits.eos_token_ids,
-            self.limits.block_size,
-            request.params.num_siblings,
-            self.limits.layer_groups,
-        )
+        wanted = self._begin(event)
         self._num_arrivals += 1
-        self._sequences[request.request_id] = {0: sequence}
+        for sequence in wanted:
+            if (finish := sequence.ended_before) is not None:
+                # All but the notice of its end was delivered.
+                name, index = sequence.name, sequence.num_outputs
+                self._outbox.put(
+                    request.consumer_id, StreamItem(name, index, (), (), 0, finish, None)
+                )
+        going_on = {s.sibling: s for s in wanted if s.ended_before is None}
+        if not going_on:
+            self._finished.append((request.request_id, request.attempt))
+            return
+        self._sequences[request.request_id] = going_on
         if request.deadline_s is not None:
             self._deadlines.put(request.request_id, (now + request.deadline_s,))
-        self.batcher.add(sequence)
+        for sequence in going_on.values():
+            self.batcher.add(sequence)
+
+    def _begin(self, event: AssignRequest) -> list[SequenceState]:
+        """Return the sequences that a request begins with.
+
+        Its samples share one until the prompt is computed; where some have outputs from attempts
+        before, each goes on by itself, as after a preemption.
+        """
+        request = event.request
+        num_siblings = request.params.num_siblings
+
+        def begin(sibling: int, num_siblings: int, delivered: tuple[int, ...]) -> SequenceState:
+            return SequenceState(
+                request,
+                event.prompt_keys,
+                self.scope.root(request.scope),
+                self._num_arrivals,
+                self.limits.eos_token_ids,
+                self.limits.block_size,
+                num_siblings,
+                self.limits.layer_groups,
+                sibling,
+                delivered,
+            )
+
+        if request.has_tokens:
+            return [begin(one.sibling, 1, one.token_ids) for one in request.delivered]
+        leader = begin(0, num_siblings, ())
+        if request.delivered:
+            ended = set(range(num_siblings)).difference(one.sibling for one in request.delivered)
+            if leader.beam is not None:
+                leader.beam.withdrawn |= ended
+            else:
+                leader.withdrawn = frozenset(ended)
+        return [leader]
 
     def _advance(self, committed: Committed) -> None:
         for child in committed.born:
@@ -281,7 +318,7 @@ class Replica:
     def _prompt_logprobs(self, progress: Progress) -> tuple[TokenLogprobs, ...]:
         """What goes with the first token of the first sample that is told, and with no other."""
         scores = progress.sequence.scores
-        if scores is None or progress.output_index > 0 or progress.token_id is None:
+        if scores is None or progress.token_id is None:
             return ()
         return scores.take()
 

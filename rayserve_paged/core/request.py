@@ -12,6 +12,7 @@ from rayserve_paged.core.attention_window import (
 )
 from rayserve_paged.core.beam_params import most_blocks, most_tokens
 from rayserve_paged.core.block_identity import Adapter, RequestScope
+from rayserve_paged.core.delivered import DeliveredSample, check_delivered
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.field_checks import check_integer, check_number, check_token_ids
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
@@ -114,6 +115,8 @@ class Request:
         num_sink_tokens: First positions that every token attends to besides its window.
         retention: Ranges of its tokens whose blocks are to stay cached for longer or shorter than
             others, in their order.
+        delivered: What the consumer has from attempts before: each sample that has not finished,
+            in their order. Empty for a first attempt, of which all samples are wanted.
     """
 
     request_id: RequestId
@@ -130,6 +133,24 @@ class Request:
     window: int | None = None
     num_sink_tokens: int = 0
     retention: tuple[RetentionRange, ...] = ()
+    delivered: tuple[DeliveredSample, ...] = ()
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether output tokens of it were delivered before."""
+        return any(sample.token_ids for sample in self.delivered)
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that run at once for what is wanted of it."""
+        if self.delivered and self.params.beam_width is None:
+            return len(self.delivered)
+        return self.params.num_rows
+
+    @property
+    def num_promised_tokens(self) -> int:
+        """Tokens to be computed for it at most: its prompt once, and the output of each row."""
+        return len(self.prompt_token_ids) + self.num_rows * (self.params.max_tokens or 0)
 
     @property
     def scope(self) -> RequestScope:
@@ -140,6 +161,11 @@ class Request:
     def attention(self) -> AttentionWindow | None:
         """What its tokens attend to; None where it does not limit that."""
         return None if self.window is None else AttentionWindow(self.window, self.num_sink_tokens)
+
+    def end_ids(self, limits: ModelLimits) -> frozenset[int]:
+        """Return the ids that end its outputs."""
+        eos = () if self.params.ignore_eos else limits.eos_token_ids
+        return frozenset((*eos, *self.params.stop_token_ids))
 
     def windows(self, layer_groups: tuple[AttentionWindow, ...]) -> tuple[AttentionWindow, ...]:
         """Return what each layer group attends to for this request: the smaller window, with its
@@ -187,7 +213,8 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         InvalidInputError: Empty prompt, an id outside the vocabulary, prompt over the limit, a
             priority or a salt of another type, an adapter that is not loaded, attachments that
             the model does not take or the prompt does not hold, a window below 1, sinks without
-            a window, ranges of retention that overlap or lie outside the prompt.
+            a window, ranges of retention that overlap or lie outside the prompt, delivered
+            tokens that no attempt before can have delivered.
         CapacityError: It can never fit into the pool.
     """
     num_prompt = len(request.prompt_token_ids)
@@ -212,8 +239,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     allowed = params.allowed_token_ids
     if allowed is not None:
         check_token_ids("allowed_token_ids", allowed, limits.vocab_size)
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_token_ids)}
-        if params.min_tokens > 1 and ends.issuperset(allowed):
+        if params.min_tokens > 1 and request.end_ids(limits).issuperset(allowed):
             accepted = f"an id that does not end the output before min_tokens={params.min_tokens}"
             raise InvalidInputError("allowed_token_ids", allowed, accepted)
     if num_prompt == 0:
@@ -240,6 +266,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens)
     )
     request = dataclasses.replace(request, params=params)
+    check_delivered(request.delivered, params, request.end_ids(limits), limits.vocab_size)
     needed, usable = request.num_blocks_needed(limits), limits.num_usable_blocks
     if needed > usable:
         raise CapacityError(

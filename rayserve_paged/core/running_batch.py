@@ -207,7 +207,8 @@ class RunningBatch:
         self.is_beam[row] = is_beam
         self.num_beams += is_beam
         details = is_beam or sequence.request.params.logprobs is not None
-        self.plain[row] = sequence.num_outputs > 0 and not details
+        # Its first token here says more than a further one: what of the prompt was cached.
+        self.plain[row] = sequence.num_outputs > sequence.num_delivered and not details
         self.held_back[row] = False
         self.unannounced.add(row)
         if sequence.scores is not None and not sequence.scores.is_complete:
@@ -259,9 +260,7 @@ class RunningBatch:
         self._free(sequence, discard=False)
         # It resumes on whole blocks wherever they are cached, also where none of its own is, since
         # the cache was reset while it ran.
-        num_full = (sequence.num_known - 1) // self.block_size
-        if num_full:
-            sequence.key(num_full - 1)
+        sequence.extend_keys()
         sequence.phase = Phase.WAITING
         sequence.num_preemptions += 1
 

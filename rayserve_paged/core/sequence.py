@@ -3,6 +3,7 @@
 import copy
 import enum
 from array import array
+from collections.abc import Sequence
 
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.beam_group import BeamGroup
@@ -42,6 +43,8 @@ class SequenceState:
         num_siblings: Parallel samples of the request. This sequence is the first; the others
             are forked from it when the prompt is computed.
         layer_groups: What the layers of each group of the model attend to at most.
+        sibling: Which sample it is, where it is not the first or goes on after another attempt.
+        delivered: Output tokens that its consumer has from attempts before.
 
     With a `beam_width` it is one beam of `beam`, the search that all beams of the request share;
     the first one begins it.
@@ -56,6 +59,7 @@ class SequenceState:
         "min_known",
         "name",
         "num_cached_tokens",
+        "num_delivered",
         "num_preemptions",
         "num_prompt",
         "num_sealed",
@@ -86,12 +90,14 @@ class SequenceState:
         block_size: int,
         num_siblings: int = 1,
         layer_groups: tuple[AttentionWindow, ...] = ONE_FULL_GROUP,
+        sibling: int = 0,
+        delivered: Sequence[int] = (),
     ) -> None:
         params = request.params
         assert params.max_tokens is not None, "requests are clamped at the door"
         self.request = request
-        self.sibling = 0
-        self.name = StreamName(request.request_id, request.attempt, 0)
+        self.sibling = sibling
+        self.name = StreamName(request.request_id, request.attempt, sibling)
         self.num_unborn = num_siblings - 1
         # Siblings that were cancelled before they were born, this one perhaps among them.
         self.withdrawn: frozenset[int] = frozenset()
@@ -102,6 +108,8 @@ class SequenceState:
         self.keys = list(prompt_keys)
         self.tokens = array("i", request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
+        self.tokens.extend(delivered)
+        self.num_delivered = len(delivered)
         self.max_known = self.num_prompt + params.max_tokens
         self.min_known = self.num_prompt + params.min_tokens
         eos = () if params.ignore_eos else eos_token_ids
@@ -111,6 +119,8 @@ class SequenceState:
         if request.retention:
             self.retention = RetentionPlan(request.retention, block_size)
         self.table = BlockTable(block_size, (), self.windows)
+        if delivered:
+            self.extend_keys()
         self.phase = Phase.WAITING
         self.row: Row | None = None
         self.num_sealed = 0
@@ -215,6 +225,12 @@ class SequenceState:
             self.keys += extend_chain(parent, tokens, block_size, attachments, start)
         return self.keys[block_index]
 
+    def extend_keys(self) -> None:
+        """Extend the chain over all blocks that it may find cached: all but the last token."""
+        num_full = (self.num_known - 1) // self.table.block_size
+        if num_full > len(self.keys):
+            self.key(num_full - 1)
+
     def content(self, block_index: int, end: int) -> BlockContent:
         """Return what a block holds of the known tokens before `end`, for partial reuse.
 
@@ -229,6 +245,11 @@ class SequenceState:
                 break
         parent = self.key(block_index - 1) if block_index else self.root
         return BlockContent(parent, self.tokens[start:end])
+
+    @property
+    def ended_before(self) -> FinishReason | None:
+        """Why what was delivered of it ends it already; None where it goes on."""
+        return self.finish_reason(self.tokens[-1]) if self.num_outputs else None
 
     def finish_reason(self, token_id: int) -> FinishReason | None:
         """Return why the sequence ends with this token, which it already knows; None if not."""

@@ -16,6 +16,7 @@ from typing import Any, Final, NewType
 from rayserve_paged.core.block_identity import KEY_BYTES
 from rayserve_paged.core.controller_messages import SubmitRequest
 from rayserve_paged.core.replica_messages import AnswerPoll, AssignRequest, ReplicaReport
+from rayserve_paged.core.request import Request
 from rayserve_paged.core.stream_messages import StreamItem
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.links import Link, LinkSpec
@@ -113,12 +114,17 @@ def message_bytes(message: object) -> int:
                     num_bytes += STREAM_BYTES * len(item.names) + TOKEN_BYTES * item.token_ids.size
             return num_bytes
         case SubmitRequest(request):
-            return HEADER_BYTES + TOKEN_BYTES * len(request.prompt_token_ids)
+            return HEADER_BYTES + _request_bytes(request)
         case AssignRequest(request, keys):
-            prompt = TOKEN_BYTES * len(request.prompt_token_ids)
-            return HEADER_BYTES + prompt + KEY_BYTES * len(keys)
+            return HEADER_BYTES + _request_bytes(request) + KEY_BYTES * len(keys)
         case ReplicaReport():
             num_keys = len(message.published) + len(message.evicted)
             return HEADER_BYTES + KEY_BYTES * num_keys + STREAM_BYTES * len(message.finished)
         case _:
             return HEADER_BYTES
+
+
+def _request_bytes(request: Request) -> int:
+    num_tokens = len(request.prompt_token_ids)
+    num_tokens += sum(len(sample.token_ids) for sample in request.delivered)
+    return TOKEN_BYTES * num_tokens
