@@ -10,13 +10,11 @@ have done. A sequence that ends meanwhile leaves a ghost in the step already pla
 is dropped, and its blocks stay held until that step has finished.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from rayserve_paged.core import policy, preemption
+from rayserve_paged.core import preemption
+from rayserve_paged.core.admission import Admission, Candidate
 from rayserve_paged.core.beam_commit import end_beams, preempt_beams, reserve_rows
-from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockId, Row
 from rayserve_paged.core.kv_manager import KVManager, Prefix
 from rayserve_paged.core.prefix_wait import PrefixWaits
@@ -27,8 +25,6 @@ from rayserve_paged.core.step_commit import Committed, Progress, StepCommit
 from rayserve_paged.core.step_messages import StepPlan, StepResult
 from rayserve_paged.core.step_planner import Scheduled, StepPlanner, add_copies
 from rayserve_paged.core.waiting_queue import WaitingQueue
-
-_NO_ROOM = preemption.Room(0, frozenset())
 
 
 class Batcher:
@@ -66,6 +62,7 @@ class Batcher:
         self._planner = StepPlanner(
             self._batch, max_num_batched_tokens, pipelined=pipeline_depth > 1
         )
+        self._admission = Admission(self._batch, self.queue)
 
     # --- what others ask ------------------------------------------------------------------
 
@@ -286,19 +283,21 @@ class Batcher:
         """
         rows, num_tokens, samples = scheduled
         budget = self.max_num_batched_tokens - int(num_tokens.sum())
-        promised = self._num_blocks_promised()
+        promised = self._admission.num_blocks_promised()
         started: list[tuple[int, int, bool]] = []
         copies: list[tuple[BlockId, BlockId, int]] = []
         while budget > 0:
             others_run = bool(len(rows) or started or self._batch.flights)
-            candidate = self._next_to_start(promised, others_run=others_run)
-            if candidate is None:
+            candidate = self._admission.next_candidate(
+                self._planner.next_step, promised, others_run=others_run
+            )
+            if candidate is None or candidate.prefix is None:
                 break
-            sequence, prefix = candidate
+            sequence, prefix = candidate.sequence, candidate.prefix
             pending = sequence.num_known - self.kv.num_tokens_of(prefix)
             chunk = min(pending, budget)
             if sequence.table.has_window:
-                chunk = min(chunk, self._num_tokens_to_spare(sequence, prefix, promised))
+                chunk = min(chunk, self._admission.num_tokens_to_spare(sequence, prefix, promised))
             row = self._start(sequence, prefix, chunk)
             if prefix.partial is not None:
                 source, num_slots = prefix.partial
@@ -320,118 +319,16 @@ class Batcher:
         return scheduled, copies
 
     def _can_admit_first(self) -> bool:
-        return self._next_to_start(self._num_blocks_promised(), others_run=True) is not None
+        candidate = self._first_to_start()
+        return candidate is not None and candidate.prefix is not None
 
-    def _num_blocks_promised(self, without: Sequence[SequenceState] = ()) -> int:
-        """Return the blocks that running sequences need for tokens they already know."""
-        batch, block_size = self._batch, self.kv.block_size
-        rows = batch.rows
-        if without:
-            rows = rows[~np.isin(rows, np.array([sequence.row for sequence in without], np.int32))]
-        num_promised = 0
-        if batch.num_windowed:
-            windowed = batch.windowed[rows]
-            for row in rows[windowed].tolist():
-                num_promised += batch.sequence(row).table.num_growing(int(batch.known[row]))
-            rows = rows[~windowed]
-        places = -(-batch.known[rows] // block_size) - batch.slots[rows] // block_size
-        num_promised += int(places.clip(0).sum()) * self.kv.num_layer_groups
-        if batch.num_beams:
-            searches = {sequence.beam for sequence in batch.order}
-            searches -= {sequence.beam for sequence in without}
-            num_promised += sum(search.num_blocks_to_enter for search in searches if search)
-        return num_promised
-
-    def _next_to_start(
-        self, promised: int, *, others_run: bool
-    ) -> tuple[SequenceState, Prefix] | None:
-        """Return the sequence that starts next, and its cached prefix; None if it does not fit.
-
-        Whoever waits for a prefix steps aside.
-        """
-        while (sequence := self.queue.first()) is not None:
-            matched = self.kv.match(sequence.keys, sequence.num_matchable, sequence.windows)
-            num_matched = len(matched) // self.kv.num_layer_groups
-            step_id = self._planner.next_step
-            if not self.prefix_waits.park(sequence, num_matched, step_id, others_run=others_run):
-                prefix = self._prefix_that_fits(sequence, matched, promised)
-                return None if prefix is None else (sequence, prefix)
-            self.queue.remove(sequence)
-        return None
-
-    def _prefix_that_fits(
-        self, sequence: SequenceState, matched: list[BlockId | None], promised: int
-    ) -> Prefix | None:
-        """Return what a waiting sequence starts on; None where it cannot."""
-        if self.kv.partials is not None:
-            content = sequence.content(len(matched), sequence.num_matchable - 1)
-            partial = self.kv.match_partly(content)
-            # Its source is one block more to be held, until the step has finished.
-            if partial is not None and self._fits(
-                sequence, matched, promised, source=[partial.block_id]
-            ):
-                return Prefix(matched, partial)
-        return Prefix(matched, None) if self._fits(sequence, matched, promised) else None
+    def _first_to_start(self) -> Candidate | None:
+        promised = self._admission.num_blocks_promised()
+        return self._admission.next_candidate(self._planner.next_step, promised, others_run=True)
 
     def _may_release(self) -> bool:
         """Return whether the steps in flight may let go of blocks behind a window."""
         return bool(self._batch.flights and self._batch.num_windowed)
-
-    def _headroom(self, sequence: SequenceState, num_leaving: int = 0) -> int:
-        """Return the blocks to be left for others where a waiting sequence starts.
-
-        Args:
-            sequence: That waits.
-            num_leaving: Rows of those that are to be preempted for it.
-        """
-        # Siblings that are to be born write a block each as well; alone, a group always starts.
-        others = self.num_running + self._batch.num_reserved_rows - num_leaving
-        num_running = others + sequence.num_rows_beside if others else 0
-        return num_running * self.kv.num_layer_groups
-
-    def _num_tokens_to_spare(self, sequence: SequenceState, prefix: Prefix, promised: int) -> int:
-        """Return how many tokens a waiting sequence may compute at once; at least 1 if it fits."""
-        pool, num_copied = self.kv.pool, 0
-        held = [block_id for block_id in prefix.places if block_id is not None]
-        if prefix.partial is not None:
-            held.append(prefix.partial.block_id)
-            num_copied = prefix.partial.num_tokens
-        num_blocks = pool.num_available - pool.num_cached_of(held) - promised
-        num_blocks -= self._headroom(sequence)
-        return num_blocks // self.kv.num_layer_groups * self.kv.block_size - num_copied
-
-    def _fits(
-        self,
-        sequence: SequenceState,
-        matched: list[BlockId | None],
-        promised: int,
-        source: Sequence[BlockId] = (),
-        room: preemption.Room = _NO_ROOM,
-    ) -> bool:
-        """Return whether a waiting sequence can start on its cached blocks.
-
-        Args:
-            sequence: That waits.
-            matched: Cached blocks that it would share.
-            promised: Blocks that those who stay need for tokens they already know.
-            source: A block that it would copy from.
-            room: What others would leave that are to be preempted for it.
-        """
-        batch = self._batch
-        if batch.num_open_rows + room.rows < sequence.num_rows_beside + 1:
-            return False
-        known = sequence.num_known
-        table = BlockTable(self.kv.block_size, matched, sequence.windows)
-        held = self.kv.pool.num_cached_of([*table.block_ids, *source])
-        held += len(room.block_ids.intersection(table.block_ids))
-        if sequence.beam is not None:
-            held += sequence.beam.num_blocks_to_enter
-        return policy.can_admit(
-            num_blocks_needed=table.num_growing(known) + held,
-            num_blocks_available=self.kv.pool.num_available + len(room.block_ids),
-            num_blocks_promised=promised,
-            num_running=self._headroom(sequence, room.rows),
-        )
 
     def _make_way(self) -> bool:
         """Preempt for the first that waits whoever is less urgent and in its way.
@@ -439,32 +336,22 @@ class Batcher:
         Returns:
             Whether a step can be planned; False where a step in flight writes a victim's blocks.
         """
-        if not self._is_urgent(self.queue.first()) or self._can_admit_first():
+        batch, first = self._batch, self.queue.first()
+        if first is None or not preemption.is_urgent(batch, first):
+            return True
+        urgent = self._first_to_start()
+        if urgent is None or urgent.prefix is not None:
             return True
         # Another one than before where that stepped aside for a prefix.
-        urgent = self.queue.first()
-        if urgent is None or not self._is_urgent(urgent):
+        if not preemption.is_urgent(batch, urgent.sequence):
             return True
-        matched = self.kv.match(urgent.keys, urgent.num_matchable, urgent.windows)
-        victims: list[SequenceState] = []
-        for victim in preemption.who_gives_way_to(self._batch, urgent):
-            victims += [each for each in victim.together if each.row is not None]
-            room = preemption.room_of(self.kv.pool, victims)
-            if self._fits(urgent, matched, self._num_blocks_promised(victims), room=room):
-                break
-        else:
-            return True
-        if any(map(self._batch.is_in_flight, victims)):
+        victims = preemption.who_makes_way(batch, self._admission, urgent)
+        if any(map(batch.is_in_flight, victims)):
             return False
         for victim in victims:
             if victim.phase is Phase.RUNNING:  # Not gone with another beam of its search.
                 self.preempt(victim)
         return True
-
-    def _is_urgent(self, waiting: SequenceState | None) -> bool:
-        """Return whether somebody runs that is less urgent than one that waits."""
-        order = self._batch.order
-        return waiting is not None and bool(order) and order[-1].priority > waiting.priority
 
     def _start(self, sequence: SequenceState, prefix: Prefix, chunk: int) -> Row:
         """Move the first waiting sequence to a row, on its cached prefix and room for a chunk."""

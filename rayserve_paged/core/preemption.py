@@ -1,11 +1,8 @@
 """Who of the running sequences gives way: to those before it, or to one that is more urgent."""
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from rayserve_paged.core.block_pool import BlockPool
-from rayserve_paged.core.ids import BlockId
+from rayserve_paged.core.admission import Admission, Candidate
 from rayserve_paged.core.policy import BlockHolder, Recompute, choose_victim
 from rayserve_paged.core.running_batch import RunningBatch
 from rayserve_paged.core.sequence import SequenceState
@@ -13,18 +10,6 @@ from rayserve_paged.core.sequence import SequenceState
 NUM_CANDIDATES = 8
 """Victims are sought among so many of those served last: a bound on the search, and on how far
 somebody served early can fall behind."""
-
-
-class Room(NamedTuple):
-    """What preempting some sequences would leave.
-
-    Args:
-        rows: Theirs, those kept for their unborn siblings and for beams included.
-        block_ids: Blocks that nobody else holds.
-    """
-
-    rows: int
-    block_ids: frozenset[BlockId]
 
 
 def who_gives_way(batch: RunningBatch, num_short: int) -> SequenceState:
@@ -45,29 +30,29 @@ def who_gives_way(batch: RunningBatch, num_short: int) -> SequenceState:
     return _victim(batch, candidates, num_short) if candidates else first
 
 
-def who_gives_way_to(batch: RunningBatch, urgent: SequenceState) -> list[SequenceState]:
-    """Return who could give way to a waiting sequence, the first to be asked first; of the beams
-    of a search one, which stands for all.
+def is_urgent(batch: RunningBatch, waiting: SequenceState) -> bool:
+    """Return whether somebody runs that is less urgent than one that waits."""
+    return bool(batch.order) and batch.order[-1].priority > waiting.priority
 
-    These are less urgent than it; equally urgent ones never give way to a newcomer.
+
+def who_makes_way(
+    batch: RunningBatch, admission: Admission, urgent: Candidate
+) -> list[SequenceState]:
+    """Return the running sequences without which a waiting one has room; none where nobody's
+    leaving would do.
+
+    These are less urgent than it; equally urgent ones never give way to a newcomer. The beams of a
+    search give way together.
     """
-    lower = [sequence for sequence in batch.order if sequence.priority > urgent.priority]
-    victims = []
+    lower = [each for each in batch.order if each.priority > urgent.sequence.priority]
+    victims: list[SequenceState] = []
     while lower:
-        victim = _victim(batch, lower[-NUM_CANDIDATES:], 1)
-        gone = victim.together
+        gone = _victim(batch, lower[-NUM_CANDIDATES:], 1).together
         lower = [sequence for sequence in lower if sequence not in gone]
-        victims.append(victim)
-    return victims
-
-
-def room_of(pool: BlockPool, sequences: Sequence[SequenceState]) -> Room:
-    """Return what preempting these sequences would leave."""
-    held = Counter(block_id for sequence in sequences for block_id in sequence.table.block_ids)
-    freed = frozenset(block_id for block_id, count in held.items() if pool.count(block_id) == count)
-    num_rows = sum(1 + sequence.num_unborn for sequence in sequences)
-    searches = {sequence.beam for sequence in sequences if sequence.beam is not None}
-    return Room(num_rows + sum(search.num_reserved_rows for search in searches), freed)
+        victims += [sequence for sequence in gone if sequence.row is not None]
+        if admission.fits_without(urgent, victims):
+            return victims
+    return []
 
 
 def _victim(

@@ -249,7 +249,7 @@ _LEDGER = (
 _MOVES = (
     r"^step_commit\.\w+\.(_seal|_fail_rows|_fork)$|^step_planner\.\w+\.(copy_tails|_num_copies)$"
     r"|^running_batch\.\w+\.(free_retired|is_in_flight|_free|retire|preempt|mark_forked|unfork)$"
-    r"|^batcher\.\w+\.(end|add|preempt|abandon|_fits|_start)$"
+    r"|^batcher\.\w+\.(end|add|preempt|abandon|_start)$|^admission\.\w+\._fits$"
 )
 _HELD = f"{_LEDGER}|{_MOVES}"
 # All but the counts that eviction estimates with, and what only saves time where nothing changes.
