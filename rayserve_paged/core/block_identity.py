@@ -14,8 +14,9 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,8 @@ from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.ids import BlockKey
 
 KEY_BYTES = 32
+
+_NO_CONTENT: Final[Mapping[int, bytes]] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,15 +144,31 @@ def extend_chain(
         attachments: Content behind tokens of the sequence, in their order.
         first_token: Place of `token_ids[0]` in the sequence, for the attachments' offsets.
     """
-    payload = _payload(token_ids)
+    payload = token_payload(token_ids)
+    if not attachments:
+        return hash_blocks(parent, payload, block_size)
+    num_blocks = len(payload) // (4 * block_size)
+    content = content_by_block(attachments, first_token, num_blocks, block_size)
+    return hash_blocks(parent, payload, block_size, content)
+
+
+def hash_blocks(
+    parent: BlockKey, payload: bytes, block_size: int, content: Mapping[int, bytes] = _NO_CONTENT
+) -> list[BlockKey]:
+    """Return the keys of the full blocks of packed tokens; a partial last block has none.
+
+    Args:
+        parent: Key of the block before, or the scope's root.
+        payload: As `token_payload` packs them.
+        block_size: Tokens per block.
+        content: By block, what stands behind its tokens, as `content_by_block` returns it.
+    """
     stride = 4 * block_size
-    num_blocks = len(payload) // stride
-    blocks = struct.iter_unpack(f"{stride}s", payload[: num_blocks * stride])
+    blocks = struct.iter_unpack(f"{stride}s", payload[: len(payload) // stride * stride])
     sha256 = hashlib.sha256
     # One call over parent and tokens is twice as fast as two.
     digest: bytes = parent
-    if attachments:
-        content = content_by_block(attachments, first_token, num_blocks, block_size)
+    if content:
         # Behind tokens of fixed size, so that no block without content has the same bytes.
         keys = [
             digest := sha256(digest + tokens + content.get(block, b"")).digest()
@@ -161,7 +180,7 @@ def extend_chain(
     return cast("list[BlockKey]", keys)
 
 
-def _payload(token_ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
+def token_payload(token_ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
     """Return tokens as little-endian int32."""
     if isinstance(token_ids, np.ndarray):
         return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()

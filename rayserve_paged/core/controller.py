@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import assert_never
 
-from rayserve_paged.core.block_identity import BlockScope, extend_chain
+from rayserve_paged.core.block_identity import BlockScope
+from rayserve_paged.core.chain_memo import ChainMemo
 from rayserve_paged.core.config import BatchConfig, PlacementPolicy
 from rayserve_paged.core.controller_messages import (
     ControllerCommand,
@@ -82,6 +83,7 @@ class Controller:
         self._placement = Placement(placement, self._batch)
         self._placed: dict[RequestId, tuple[Request, Placed]] = {}
         self._scope: BlockScope | None = None
+        self._memo: ChainMemo | None = None
         self._ending = False
 
     def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]:
@@ -143,6 +145,7 @@ class Controller:
             return [StopReplica(event.replica_id, event.incarnation, lost[1])]
         if self._scope is None:
             self._scope = event.scope
+            self._memo = ChainMemo(event.scope.block_size)
         elif self._scope != event.scope:
             reason = f"its KV differs from the deployment's: {event.scope} is not {self._scope}"
             return [StopReplica(event.replica_id, event.incarnation, reason)]
@@ -205,19 +208,13 @@ class Controller:
 
     def _place(self, request: Request) -> list[ControllerCommand]:
         limits = self.limits
-        if self._ending or limits is None or self._scope is None:
+        if self._ending or limits is None or self._scope is None or self._memo is None:
             raise NoReplicaError(self._why_none())
         if request.params.seed is None:
             raise InvalidInputError("seed", None, "a seed, drawn by the consumer")
         admitted = admit(request, limits)
-        keys = tuple(
-            extend_chain(
-                self._scope.root(request.scope),
-                request.prompt_token_ids,
-                self._scope.block_size,
-                request.attachments,
-            )
-        )
+        root = self._scope.root(request.scope)
+        keys = tuple(self._memo.keys(root, request.prompt_token_ids, request.attachments))
         max_tokens = admitted.params.max_tokens
         assert max_tokens is not None, "admit sets it"
         replica_id = self._placement.place(admitted, keys)

@@ -242,8 +242,8 @@ def _wrong_sibling(function: ast.FunctionDef, source: Source) -> Iterator[Edit]:
 
 # Who holds a block, and under which key it can be found.
 _LEDGER = (
-    r"^(block_pool|prefix_index|kv_manager|block_table|block_identity|accounting|sequence"
-    r"|attachments|partial_index|prefix_wait|pins?|(block_)?retention|window\w*|attention_window)\."
+    r"^(block_pool|prefix_index|kv_manager|block_table|block_identity|chain_memo|accounting"
+    r"|sequence|attachments|partial_index|prefix_wait|pins?|(block_)?retention|window\w*|attention_window)\."
 )
 # Starts, ends, forks and copies: where a batch changes what is held.
 _MOVES = (
