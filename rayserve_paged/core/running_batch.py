@@ -14,19 +14,15 @@ import bisect
 import dataclasses
 from collections import deque
 from collections.abc import Iterable
-from operator import itemgetter
 
 import numpy as np
-import numpy.typing as npt
 
-from rayserve_paged.core.ids import BlockId, ConsumerId, Row
+from rayserve_paged.core.ids import BlockId, Row
 from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.prefix_wait import PrefixWaits
+from rayserve_paged.core.row_readers import Readers, RowReaders
 from rayserve_paged.core.sequence import Phase, SequenceState
-from rayserve_paged.core.step_messages import IntArray, StepPlan
-from rayserve_paged.core.stream_messages import StreamName
-
-BoolArray = npt.NDArray[np.bool_]
+from rayserve_paged.core.step_messages import BoolArray, IntArray, StepPlan
 
 Scoring = tuple[SequenceState, int]
 """A sequence, and how many tokens of its prompt a step scores."""
@@ -49,7 +45,7 @@ class SteadyState:
         siblings: int32 [n].
         computed: int32 [n], for the next plan.
         outputs: int32 [n], output index of the tokens that the next plan samples.
-        readers: (consumer, which rows are its own or None for all, their streams).
+        readers: Of `rows`.
         num_plans: Plans before some row needs a block or may reach its length.
     """
 
@@ -60,7 +56,7 @@ class SteadyState:
     siblings: IntArray
     computed: IntArray
     outputs: IntArray
-    readers: list[tuple[ConsumerId, BoolArray | None, tuple[StreamName, ...]]]
+    readers: Readers
     num_plans: int
 
 
@@ -101,6 +97,7 @@ class RunningBatch:
     def __init__(self, kv: KVManager, num_rows: int, max_prefix_wait_steps: int = 0) -> None:
         self.kv = kv
         self.prefix_waits = PrefixWaits(max_prefix_wait_steps)
+        self.readers = RowReaders(num_rows)
         self.block_size = kv.block_size
         self.known = np.zeros(num_rows, np.int32)
         self.ahead = np.zeros(num_rows, np.int32)
@@ -143,10 +140,7 @@ class RunningBatch:
         self.retiring: list[tuple[SequenceState, bool]] = []
         # Changes with the membership.
         self.version = 0
-        self._consumer = np.zeros(num_rows, np.int32)
-        self._consumers: list[ConsumerId] = []
         self._sequences: list[SequenceState | None] = [None] * num_rows
-        self._names: list[StreamName | None] = [None] * num_rows
         # The latest tokens of each row, by position modulo the width.
         self._recent = np.zeros((num_rows, kv.block_size + _SPARE_COLUMNS), np.int32)
         self._free_rows = [Row(row) for row in reversed(range(num_rows))]
@@ -187,8 +181,7 @@ class RunningBatch:
         sequence.row = row
         sequence.phase = Phase.RUNNING
         self._sequences[row] = sequence
-        self._names[row] = sequence.name
-        self._consumer[row] = self._consumer_index(sequence.consumer_id)
+        self.readers.enter(row, sequence.name, sequence.consumer_id)
         self.known[row] = len(sequence.tokens)
         self.ahead[row] = 0
         self.computed[row] = num_computed
@@ -300,7 +293,7 @@ class RunningBatch:
             self.num_windowed -= 1
             self.next_trim[row] = NEVER
         self._sequences[row] = None
-        self._names[row] = None
+        self.readers.leave(row)
         self._free_rows.append(row)
         sequence.row = None
 
@@ -387,40 +380,3 @@ class RunningBatch:
                 grown[: len(self._stop_table)] = self._stop_table
                 self._stop_table = grown
             self._stop_table[token_id] = True
-
-    # --- readers --------------------------------------------------------------------------
-
-    def readers(
-        self, rows: IntArray
-    ) -> list[tuple[ConsumerId, BoolArray | None, tuple[StreamName, ...]]]:
-        """Deal rows by who reads them: (consumer, bool [n] or None for all, their streams)."""
-        consumers = self._consumer[rows]
-        first = int(consumers[0])
-        if (consumers == first).all():
-            return [(self._consumers[first], None, self._names_of(rows))]
-        return [
-            (self._consumers[consumer], consumers == consumer, names)
-            for consumer in np.unique(consumers).tolist()
-            for names in [self._names_of(rows[consumers == consumer])]
-        ]
-
-    def _names_of(self, rows: IntArray) -> tuple[StreamName, ...]:
-        listed = rows.tolist()
-        if len(listed) == 1:
-            return (self.sequence(listed[0]).name,)
-        names: tuple[StreamName, ...] = itemgetter(*listed)(self._names)
-        return names
-
-    def _consumer_index(self, consumer_id: ConsumerId) -> int:
-        try:
-            return self._consumers.index(consumer_id)
-        except ValueError:
-            pass
-        # A place that no row refers to is used again, so that the list stays short.
-        taken = {int(self._consumer[s.row]) for s in self._sequences if s and s.row is not None}
-        for index in range(len(self._consumers)):
-            if index not in taken:
-                self._consumers[index] = consumer_id
-                return index
-        self._consumers.append(consumer_id)
-        return len(self._consumers) - 1

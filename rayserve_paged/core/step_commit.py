@@ -164,7 +164,7 @@ class StepCommit:
         batch.append_steps(rows, token_ids)
         batch.computed[plan.rows] += plan.num_tokens + (len(token_ids) - 1)
         self._note_computed(plan.rows)
-        for consumer_id, chosen, names in batch.readers(rows):
+        for consumer_id, chosen, names in batch.readers.of(rows):
             mine = slice(None) if chosen is None else chosen
             run = TokenRun(names, outputs[mine], token_ids[:, mine])
             self._committed.news.append((consumer_id, run))
@@ -210,7 +210,7 @@ class StepCommit:
             self._fork(first, token_ids)
         if len(rows):
             outputs = batch.known[rows] - batch.num_prompt[rows] - 1
-            for consumer_id, chosen, names in batch.readers(rows):
+            for consumer_id, chosen, names in batch.readers.of(rows):
                 mine = slice(None) if chosen is None else chosen
                 run = TokenRun(names, outputs[mine], tokens[None, mine])
                 self._committed.news.append((consumer_id, run))

@@ -16,6 +16,7 @@ from rayserve_paged.core.ids import Row, StepId
 from rayserve_paged.core.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -11,10 +11,10 @@ import numpy as np
 
 from rayserve_paged.core import policy, preemption
 from rayserve_paged.core.ids import BlockId, Row, StepId
-from rayserve_paged.core.running_batch import BoolArray, Flight, RunningBatch, SteadyState
+from rayserve_paged.core.running_batch import Flight, RunningBatch, SteadyState
 from rayserve_paged.core.scored_tokens import plan_scores
 from rayserve_paged.core.sequence import SequenceState
-from rayserve_paged.core.step_messages import IntArray, RowStart, StepPlan
+from rayserve_paged.core.step_messages import BoolArray, IntArray, RowStart, StepPlan
 
 _NO_INTS = np.zeros(0, np.int32)
 _NO_COPIES = np.zeros((0, 3), np.int32)
@@ -223,7 +223,7 @@ class StepPlanner:
             siblings=siblings,
             computed=computed,
             outputs=known - batch.num_prompt[rows],
-            readers=batch.readers(rows),
+            readers=batch.readers.of(rows),
             num_plans=max(0, int(room)),
         )
 
