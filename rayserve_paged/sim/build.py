@@ -1,5 +1,6 @@
 """Describes a simulated cluster by names: a GPU type, a model shape, a profile."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -9,8 +10,15 @@ from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.sim.cluster import ClusterSpec
 from rayserve_paged.sim.cost_model import CostModel, RooflineCost
-from rayserve_paged.sim.hardware import GPUS, MODEL_SHAPES, num_blocks_that_fit
-from rayserve_paged.sim.profiled_cost import ProfiledCost, read_profile
+from rayserve_paged.sim.hardware import (
+    GPUS,
+    GPUS_PER_NODE,
+    MODEL_SHAPES,
+    num_blocks_that_fit,
+)
+from rayserve_paged.sim.network import NetworkSpec
+from rayserve_paged.sim.profile import Profile, read_profile
+from rayserve_paged.sim.profiled_cost import ProfiledCost
 
 _T = TypeVar("_T")
 _TIMEOUTS = TimeoutConfig()
@@ -40,7 +48,8 @@ def describe_cluster(
         block_size: Slots per block.
         batch: Bounds on a step.
         num_blocks: Of each replica; None for what the GPU's memory holds.
-        profile: Measured steps; None for the roofline of the GPU and the shape.
+        profile: Measured steps and messages; as many replicas as were measured at once share a
+            machine. None for the roofline of the GPU and the shape.
         num_consumers: Processes that submit requests and read the streams.
         placement: How the replica of a request is chosen.
         timeouts: Leases.
@@ -55,8 +64,12 @@ def describe_cluster(
     cost: CostModel = RooflineCost(
         gpu=chosen, shape=shape, tensor_parallel_size=tensor_parallel_size
     )
+    network, ranks_per_node = NetworkSpec(), GPUS_PER_NODE
     if profile is not None:
-        cost = ProfiledCost(read_profile(profile))
+        measured = read_profile(profile)
+        cost = ProfiledCost(measured)
+        network = network_of(measured)
+        ranks_per_node = ranks_per_machine(measured, tensor_parallel_size)
     if num_blocks is None:
         num_blocks = num_blocks_that_fit(chosen, shape, tensor_parallel_size, block_size)
     limits = ModelLimits(
@@ -73,10 +86,41 @@ def describe_cluster(
         cost=cost,
         batch=batch,
         tensor_parallel_size=tensor_parallel_size,
+        ranks_per_node=ranks_per_node,
+        network=network,
         num_consumers=num_consumers,
         placement=placement,
         timeouts=timeouts,
     )
+
+
+def network_of(profile: Profile) -> NetworkSpec:
+    """Return a network whose messages take what a profile's did, on the way from a consumer through
+    the controller to a replica and back; the default one where it has none.
+    """
+    default = NetworkSpec()
+    messages = profile.messages
+    if messages is None:
+        return default
+    # The way has three hops, which are alike in the network.
+    latency_s = (messages.submit_s + messages.assign_s + messages.deliver_s) / 3
+    return dataclasses.replace(
+        default, between_nodes=dataclasses.replace(default.between_nodes, latency_s=latency_s)
+    )
+
+
+def ranks_per_machine(profile: Profile, tensor_parallel_size: int) -> int:
+    """Return the ranks that share a machine: as many replicas as ran at once where that was
+    measured, else those that fit a node of GPUs.
+
+    Raises:
+        InvalidInputError: The profile is of another width.
+    """
+    if profile.tensor_parallel_size != tensor_parallel_size:
+        accepted = f"{profile.tensor_parallel_size}, the width that was measured"
+        raise InvalidInputError("tensor_parallel_size", tensor_parallel_size, accepted)
+    num_replicas = profile.tables[-1].num_active
+    return GPUS_PER_NODE if num_replicas == 1 else num_replicas * tensor_parallel_size
 
 
 def _named(field: str, name: str, known: Mapping[str, _T]) -> _T:

@@ -34,6 +34,7 @@ from rayserve_paged.sim.hosts import (
     Source,
     Watch,
 )
+from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.network import Network, NetworkSpec, NodeId
 from rayserve_paged.sim.report import LoadLog, ReplicaColumns, RequestLog, SimReport
 from rayserve_paged.sim.requests import SimRequest
@@ -112,6 +113,8 @@ class Cluster:
         self.log = RequestLog()
         self._loads = LoadLog()
         self._gaps = LogHistogram()
+        # Replicas of a node share it where that makes their steps longer.
+        self._machines: dict[NodeId, Machine] = {}
         self._num_arrived = 0
         replica_nodes = self._replica_nodes()
         num_gpu_nodes = max(replica_nodes) + math.ceil(
@@ -207,6 +210,7 @@ class Cluster:
             new_replica(start),
             spec.cost,
             self._gaps,
+            self._machines.setdefault(node, Machine()) if spec.cost.max_active > 1 else None,
             record,
         )
         host.controller = self.controller

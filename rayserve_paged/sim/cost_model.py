@@ -23,8 +23,20 @@ _RDMA: Final = LinkSpec(latency_s=5e-6, bytes_per_s=50e9)
 class CostModel(Protocol):
     """Says how long the steps of a plan take."""
 
+    @property
+    def max_active(self) -> int:
+        """Replicas of a machine up to which a step takes longer the more of them run one; 1 where
+        they share nothing.
+        """
+        ...
+
     def step_seconds(
-        self, num_computed: IntArray, num_tokens: IntArray, num_samples: int, num_steps: int
+        self,
+        num_computed: IntArray,
+        num_tokens: IntArray,
+        num_samples: int,
+        num_steps: int,
+        num_active: int = 1,
     ) -> FloatArray:
         """Return how long each step of a plan takes on the slowest rank.
 
@@ -34,6 +46,7 @@ class CostModel(Protocol):
                 computes one of each.
             num_samples: Tokens that a step samples.
             num_steps: Steps, at least 1.
+            num_active: Replicas of the machine that run steps meanwhile, this one included.
 
         Returns:
             float64 [num_steps], in seconds. The first k of a longer plan are those of a plan of k
@@ -121,10 +134,21 @@ class RooflineCost:
             raise InvalidInputError("overhead_s", self.overhead_s, "a number of seconds from 0")
         object.__setattr__(self, "_per", self._rates())
 
+    @property
+    def max_active(self) -> int:
+        """As `CostModel.max_active`: each rank has a GPU of its own."""
+        return 1
+
     def step_seconds(
-        self, num_computed: IntArray, num_tokens: IntArray, num_samples: int, num_steps: int
+        self,
+        num_computed: IntArray,
+        num_tokens: IntArray,
+        num_samples: int,
+        num_steps: int,
+        num_active: int = 1,
     ) -> FloatArray:
         """As `CostModel.step_seconds`."""
+        del num_active
         work = count_work(num_computed, num_tokens, num_steps)
         per = self._per
         layers = np.maximum(work.num_tokens * per.token_s, per.weights_s)

@@ -18,17 +18,23 @@ from rayserve_paged.core.step_messages import IntArray, RowStart, StepPlan, Step
 from rayserve_paged.sim.cost_model import CostModel, FloatArray
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.histogram import LogHistogram
+from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.token_streams import answer_stream, tokens_at
 
 
 @dataclasses.dataclass(slots=True)
 class _Running:
-    """The plan that is being run, and when it began and its steps end."""
+    """The plan that is being run: when it began, when its steps end, how many are to be run."""
 
     plan: StepPlan
     begin_s: float
     ends_s: FloatArray
     num_run: int
+
+    @property
+    def due_s(self) -> float:
+        """When the last step that is to be run ends."""
+        return float(self.ends_s[self.num_run - 1])
 
 
 class SimulatedExecutor:
@@ -41,6 +47,7 @@ class SimulatedExecutor:
         vocab_size: Ids that are sampled.
         on_finished: Takes the result of each plan when it has ended.
         gaps: Takes the time from each token of a stream to its next one.
+        machine: Shared with other replicas where that makes steps take longer; else None.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class SimulatedExecutor:
         vocab_size: int,
         on_finished: Callable[[StepResult], None],
         gaps: LogHistogram,
+        machine: Machine | None = None,
     ) -> None:
         self.num_plans = 0
         self.num_steps = 0
@@ -60,6 +68,7 @@ class SimulatedExecutor:
         self._vocab_size = vocab_size
         self._on_finished = on_finished
         self._gaps = gaps
+        self._machine = machine
         self._queued: deque[StepPlan] = deque()
         self._running: _Running | None = None
         self._starts: list[RowStart | None] = [None] * num_rows
@@ -89,30 +98,54 @@ class SimulatedExecutor:
         num_run = int(np.searchsorted(ends, self._engine.now)) + 1
         if num_run < running.num_run:
             running.num_run = num_run
-            self._engine.at(float(ends[num_run - 1]), self._end, running, num_run)
+            self._engine.at(running.due_s, self._end, running, running.due_s)
+
+    def pace(self) -> None:
+        """Go on at another pace, since more or fewer replicas of the machine run steps."""
+        running = self._running
+        if running is None:
+            return
+        now, ends = self._engine.now, running.ends_s
+        current = int(np.searchsorted(ends[: running.num_run], now, side="right"))
+        if current == running.num_run:
+            return  # It ends now.
+        begin = ends[current - 1] if current else running.begin_s
+        left = (ends[current] - now) / (ends[current] - begin)
+        seconds = self._seconds(running.plan)[current:]
+        seconds[0] = now + left * seconds[0]
+        ends[current:] = np.cumsum(seconds)
+        self._engine.at(running.due_s, self._end, running, running.due_s)
 
     def stop(self) -> None:
         """Drop all plans: no result comes any more."""
         self._running = None
         self._queued.clear()
+        if self._machine is not None:
+            self._machine.end(self)
 
     def _begin(self, plan: StepPlan) -> None:
         for start in plan.starts:
             self._enter(start)
-        seconds = self._cost.step_seconds(
-            plan.num_computed, plan.num_tokens, len(plan.sample_indices), plan.num_steps
-        )
+        if self._machine is not None:
+            self._machine.begin(self)
+        seconds = self._seconds(plan)
         # Summed one after the other, as single steps would be.
         begin = self._engine.now
         seconds[0] += begin
         ends = np.cumsum(seconds)
         self._running = _Running(plan, begin, ends, plan.num_steps)
-        self._engine.at(float(ends[-1]), self._end, self._running, plan.num_steps)
+        self._engine.at(self._running.due_s, self._end, self._running, self._running.due_s)
 
-    def _end(self, running: _Running, num_run: int) -> None:
-        if running is not self._running or num_run != running.num_run:
-            return  # It was cut, and ended before, or was dropped.
-        plan = running.plan
+    def _seconds(self, plan: StepPlan) -> FloatArray:
+        num_active = 1 if self._machine is None else self._machine.num_active
+        return self._cost.step_seconds(
+            plan.num_computed, plan.num_tokens, len(plan.sample_indices), plan.num_steps, num_active
+        )
+
+    def _end(self, running: _Running, planned_s: float) -> None:
+        if running is not self._running or planned_s != running.due_s:
+            return  # It was cut or paced anew, and ends at another time, or was dropped.
+        plan, num_run = running.plan, running.num_run
         self.num_plans += 1
         self.num_steps += num_run
         self.busy_s += self._engine.now - running.begin_s
@@ -122,6 +155,8 @@ class SimulatedExecutor:
         if self._queued:
             self._begin(self._queued.popleft())
         self._on_finished(StepResult(plan.step_id, token_ids, {}, {}))
+        if self._running is None and self._machine is not None:
+            self._machine.end(self)
 
     def _sample(self, plan: StepPlan, num_steps: int) -> IntArray:
         """Return int32 [num_steps, num_samples]."""

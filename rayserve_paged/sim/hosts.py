@@ -44,6 +44,7 @@ from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.executor import SimulatedExecutor
 from rayserve_paged.sim.histogram import LogHistogram
+from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.network import Network, NodeId, message_bytes
 from rayserve_paged.sim.report import OpenRequest, RequestLog
 
@@ -62,6 +63,7 @@ class ReplicaHost:
         replica: The state machine.
         cost: Of its steps.
         gaps: Takes the time from token to token.
+        machine: As `SimulatedExecutor`.
         record: Takes its event log.
     """
 
@@ -74,6 +76,7 @@ class ReplicaHost:
         replica: Replica,
         cost: CostModel,
         gaps: LogHistogram,
+        machine: Machine | None,
         record: Record | None,
     ) -> None:
         self.node = node
@@ -82,7 +85,7 @@ class ReplicaHost:
         self.source: Source = (replica.replica_id, replica.incarnation)
         limits = replica.limits
         self.executor = SimulatedExecutor(
-            engine, cost, limits.max_num_seqs, limits.vocab_size, self._finish, gaps
+            engine, cost, limits.max_num_seqs, limits.vocab_size, self._finish, gaps, machine
         )
         self.controller: ControllerHost | None = None
         self.consumers: dict[str, ConsumerHost] = {}

@@ -1,127 +1,14 @@
-"""How long a step takes, from measurements: interpolates a table of timed steps.
+"""How long a step takes, from measurements: interpolates the tables of a profile.
 
-The file is one JSON object:
-
-    {
-      "format": "rayserve-paged/profile/1",
-      "model": "...", "device": "...",
-      "empty":   {"num_tokens": [1, 8, 64, 512], "seconds": [..]},
-      "decode":  {"num_sequences": [1, 4, 16], "num_context_tokens": [16, 256, 2048],
-                  "seconds": [[..], [..], [..]]},
-      "prefill": {"num_tokens": [16, 128, 512], "num_context_tokens": [0, 512, 4096],
-                  "seconds": [[..], [..], [..]]}
-    }
-
-All seconds are of whole steps, from plan to result. `empty`: so many sequences that each compute
-their first token. `decode`: row i has num_sequences[i] sequences that each compute one token and
-attend to num_context_tokens[j] before it. `prefill`: one sequence computes num_tokens[i] with
-num_context_tokens[j] in the cache. What a step takes over the `empty` one of as many tokens is its
-attention; a step that decodes and prefills takes the `empty` one's time and each attention's.
+What a step takes over an `empty` one of as many tokens is put down to attention and sampling; a
+step that decodes and prefills takes the `empty` one's time and each of these.
 """
 
-import itertools
-import json
-from pathlib import Path
-from typing import Annotated, Literal, Self
-
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.step_messages import IntArray
 from rayserve_paged.sim.cost_model import FloatArray
-
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Count = Annotated[int, Field(ge=0)]
-_Axis = Annotated[list[_Count], Field(min_length=2)]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-def _check_axis(name: str, axis: list[int]) -> None:
-    if any(later <= earlier for earlier, later in itertools.pairwise(axis)):
-        raise ValueError(f"{name} must ascend")
-
-
-class EmptySteps(_Part):
-    """Steps with next to nothing in the cache, by tokens computed."""
-
-    num_tokens: _Axis
-    seconds: list[_Seconds]
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        _check_axis("num_tokens", self.num_tokens)
-        if len(self.seconds) != len(self.num_tokens):
-            raise ValueError("one number of seconds for each of num_tokens")
-        return self
-
-
-class DecodeSteps(_Part):
-    """Steps in which every sequence decodes, by sequences and tokens in the cache of each."""
-
-    num_sequences: _Axis
-    num_context_tokens: _Axis
-    seconds: list[list[_Seconds]]
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        _check_grid("num_sequences", self.num_sequences, self.num_context_tokens, self.seconds)
-        return self
-
-
-class PrefillSteps(_Part):
-    """Steps in which one sequence computes several tokens, by these and those in its cache."""
-
-    num_tokens: _Axis
-    num_context_tokens: _Axis
-    seconds: list[list[_Seconds]]
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        _check_grid("num_tokens", self.num_tokens, self.num_context_tokens, self.seconds)
-        return self
-
-
-def _check_grid(name: str, rows: list[int], columns: list[int], seconds: list[list[float]]) -> None:
-    _check_axis(name, rows)
-    _check_axis("num_context_tokens", columns)
-    if len(seconds) != len(rows) or any(len(row) != len(columns) for row in seconds):
-        raise ValueError(f"seconds must be [{len(rows)}][{len(columns)}], as the axes are")
-
-
-class Profile(_Part):
-    """The file, checked."""
-
-    format: Literal["rayserve-paged/profile/1"]
-    model: str
-    device: str
-    empty: EmptySteps
-    decode: DecodeSteps
-    prefill: PrefillSteps
-
-
-def read_profile(path: Path) -> Profile:
-    """Read a measured table.
-
-    Raises:
-        InvalidInputError: Naming what is wrong with the file.
-    """
-    try:
-        return Profile.model_validate(json.loads(path.read_bytes()))
-    except OSError as error:
-        accepted = f"a readable file ({error.strerror})"
-        raise InvalidInputError("profile", str(path), accepted) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        accepted = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        value = None if first["type"] == "missing" else first["input"]
-        raise InvalidInputError(f"{path}: {field}", value, accepted) from error
-    except ValueError as error:
-        raise InvalidInputError("profile", str(path), f"a JSON object ({error})") from error
+from rayserve_paged.sim.profile import Profile, ServedSteps, StepTable
 
 
 class ProfiledCost:
@@ -133,7 +20,50 @@ class ProfiledCost:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        empty, decode, prefill = profile.empty, profile.decode, profile.prefill
+        self._tables = [_Table(table) for table in profile.tables]
+        self._num_active = np.array([table.num_active for table in profile.tables], np.float64)
+        control = profile.control
+        self._control = (np.array([1.0, 2.0]), np.zeros(2))
+        if control is not None:
+            self._control = (
+                np.array(control.num_sequences, np.float64),
+                np.array(control.seconds),
+            )
+        served = profile.served or ServedSteps(scale=1.0, extra_s=0.0)
+        self._scale, self._extra_s = served.scale, served.extra_s
+
+    @property
+    def max_active(self) -> int:
+        """As `CostModel.max_active`."""
+        return self.profile.tables[-1].num_active
+
+    def step_seconds(
+        self,
+        num_computed: IntArray,
+        num_tokens: IntArray,
+        num_samples: int,
+        num_steps: int,
+        num_active: int = 1,
+    ) -> FloatArray:
+        """As `CostModel.step_seconds`."""
+        del num_samples  # Part of what was measured.
+        num_active = min(num_active, self.max_active)
+        above = int(np.searchsorted(self._num_active, num_active))
+        seconds = self._tables[above].step_seconds(num_computed, num_tokens, num_steps)
+        if self._num_active[above] != num_active:
+            fewer = self._tables[above - 1].step_seconds(num_computed, num_tokens, num_steps)
+            low, high = self._num_active[above - 1], self._num_active[above]
+            seconds = fewer + (seconds - fewer) * ((num_active - low) / (high - low))
+        rows = np.array([float(len(num_tokens))])
+        control_s = max(0.0, float(_interpolate(rows, *self._control)[0]))
+        return seconds * self._scale + (self._extra_s + control_s)
+
+
+class _Table:
+    """One table of a profile, ready to be interpolated."""
+
+    def __init__(self, table: StepTable) -> None:
+        empty, decode, prefill = table.empty, table.decode, table.prefill
         self._tokens = np.array(empty.num_tokens, np.float64)
         self._empty_s = np.array(empty.seconds)
         self._decode = _Grid(
@@ -148,10 +78,9 @@ class ProfiledCost:
         )
 
     def step_seconds(
-        self, num_computed: IntArray, num_tokens: IntArray, num_samples: int, num_steps: int
+        self, num_computed: IntArray, num_tokens: IntArray, num_steps: int
     ) -> FloatArray:
-        """As `CostModel.step_seconds`."""
-        del num_samples  # Part of what was measured.
+        """Return float64 [num_steps], as `CostModel.step_seconds`."""
         num_rows = len(num_tokens)
         seconds = np.empty(num_steps)
         decoding = num_tokens == 1
@@ -175,13 +104,13 @@ class ProfiledCost:
 
 
 class _Grid:
-    """Seconds of attention over (how many, how much context)."""
+    """Seconds over the empty step, by (how many, how much context)."""
 
     def __init__(self, rows: list[int], columns: list[int], seconds: FloatArray) -> None:
         self._rows = np.array(rows, np.float64)
         self._columns = np.array(columns, np.float64)
-        # Noise can make a step with context the faster one.
-        self._seconds = seconds.clip(0.0)
+        # Noise can make a step with more context the faster one.
+        self._seconds = np.maximum.accumulate(seconds.clip(0.0), axis=1)
 
     def at(self, row: float, columns: FloatArray) -> FloatArray:
         """Return the seconds at one row and several columns."""
@@ -189,6 +118,8 @@ class _Grid:
         by_column = np.stack(
             [_interpolate(one, self._rows, column)[0] for column in self._seconds.T]
         )
+        # Beyond the rows, lines of columns can cross.
+        by_column = np.maximum.accumulate(by_column.clip(0.0))
         return _interpolate(columns, self._columns, by_column).clip(0.0)
 
 
