@@ -8,12 +8,22 @@ histories that were hashed into it.
 import dataclasses
 import random
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import get_args
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ledger_oracle import LedgerOracle, Sample, seen_positions
+from ledger_keys import FollowedKeys
+from ledger_oracle import LedgerOracle, Sample
+from ledger_requests import (
+    END_ID,
+    ENDINGS,
+    SCOPES,
+    STORIES,
+    LedgerReplica,
+    Tracked,
+    TrackedRequests,
+    fields_of,
+)
 from replica_driver import R0, TIMEOUTS, make_limits, make_request, make_scope
 from slot_memory import SlotMemory
 
@@ -22,68 +32,23 @@ from rayserve_paged.core.attention_window import (
     FULL_ATTENTION,
     ONE_FULL_GROUP,
     AttentionWindow,
-    group_key,
 )
-from rayserve_paged.core.beam_group import BeamGroup
-from rayserve_paged.core.block_identity import Adapter, RequestScope
-from rayserve_paged.core.block_table import BlockTable
+from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.config import BatchConfig, QueuePolicy
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
-from rayserve_paged.core.ids import BlockId, BlockKey, Incarnation, RequestId
-from rayserve_paged.core.replica import Replica
+from rayserve_paged.core.ids import BlockKey, Incarnation, RequestId
 from rayserve_paged.core.request import FinishReason, Request, admit
 from rayserve_paged.core.sequence import Phase, SequenceState
-from rayserve_paged.core.step_commit import Committed, Progress
 from rayserve_paged.core.step_messages import StepPlan
-from rayserve_paged.core.stream_messages import TokenRun
 
 POLICIES: tuple[QueuePolicy, ...] = get_args(QueuePolicy)
 VOCAB_SIZE = 23
-END_ID = 0
-# Prompts are cut from these, so that they share prefixes of every length.
-STORIES = (
-    (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3),
-    (3, 1, 4, 1, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7),
-    (3, 1, 4, 1, 5, 9, 2, 6, 2, 7, 1, 8, 2, 8, 1, 8),
-)
-# What tells equal tokens apart.
-SCOPES = (
-    RequestScope(),
-    RequestScope(""),
-    RequestScope("other"),
-    RequestScope(None, Adapter("a", "1")),
-    RequestScope(None, Adapter("a", "2")),
-    RequestScope(None, None, AttentionWindow(3, 1)),
-    RequestScope("other", None, AttentionWindow(5)),
-)
 LAYER_GROUPS = (
     ONE_FULL_GROUP,
     ONE_FULL_GROUP,
     (AttentionWindow(4),),
     (FULL_ATTENTION, AttentionWindow(3, 2)),
 )
-ENDINGS: tuple[tuple[float, bool | str], ...] = (
-    (1.0, False),
-    (0.0, True),
-    (2.0, "never"),
-    (-1.0, False),
-)
-
-
-@dataclasses.dataclass(eq=False)
-class Tracked:
-    """A request: its samples, and those of its sequences that live.
-
-    Args:
-        samples: What each sample must be; of a search none.
-        outputs: Of a search what it must find, best first.
-    """
-
-    samples: list[Sample]
-    sequences: dict[int, SequenceState]
-    num_prompt: int
-    scope: RequestScope
-    outputs: list[tuple[int, ...]] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,28 +59,15 @@ class InFlight:
     samples: dict[int, Sample]
 
 
-class LedgerReplica(Replica):
-    """A replica that only holds a batcher, whose requests a machine keeps.
-
-    Its own events are another machine's.
-    """
-
-    live: Callable[[], tuple[SequenceState, ...]]
-
-    @property
-    def sequences(self) -> tuple[SequenceState, ...]:
-        return self.live()
-
-
 class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.tracked: dict[RequestId, Tracked] = {}
         self.flights: deque[InFlight] = deque()
         self.num_submitted = 0
         # What was done, and what that brought about.
         self.operations: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
+        self.requests = TrackedRequests(self.events)
 
     @initialize(
         num_blocks=st.sampled_from([8, 6, 5, 10, 16, 24, 3]),
@@ -169,21 +121,18 @@ class LedgerMachine(RuleBasedStateMachine):
             TIMEOUTS,
             partial_reuse=partial_reuse,
         )
-        self.replica.live = self.live
+        self.replica.live = self.requests.live
         self.batcher, self.kv = self.replica.batcher, self.replica.kv
         self.oracle = LedgerOracle(self.limits, self.scope, SCOPES)
         self.memory = SlotMemory(self.kv.pool, block_size, self.oracle.histories, len(layer_groups))
         draw = random.Random(0)
         self.memory.interrupt = lambda: draw.random() < 0.2
-        # Keys that can be matched, as the changes tell.
-        self.matchable: set[BlockKey] = set()
-        # Tables that were open at the last reset.
-        self.stale_tables: list[BlockTable] = []
-        self.queried = self.hits = self.resumed = 0
+        self.keys = FollowedKeys(self.kv, self.memory, self.oracle, self.events)
 
-    def live(self) -> tuple[SequenceState, ...]:
-        """Return the sequences that have not ended."""
-        return tuple(s for tracked in self.tracked.values() for s in tracked.sequences.values())
+    @property
+    def tracked(self) -> dict[RequestId, Tracked]:
+        """Requests that have not ended."""
+        return self.requests.by_id
 
     # --- operations -----------------------------------------------------------------------
 
@@ -217,11 +166,8 @@ class LedgerMachine(RuleBasedStateMachine):
             story[:num_prompt],
             max_tokens,
             request_id=f"q{self.num_submitted}",
+            **fields_of(scope),
             priority=priority,
-            tenant_salt=scope.tenant_salt,
-            adapter=scope.adapter,
-            window=None if scope.window is None else scope.window.size,
-            num_sink_tokens=0 if scope.window is None else scope.window.num_sink_tokens,
             temperature=0.0 if greedy else 1.0,
             seed=self.num_submitted,
             n=num_samples,
@@ -265,11 +211,8 @@ class LedgerMachine(RuleBasedStateMachine):
             story[:num_prompt],
             max_tokens,
             request_id=f"q{self.num_submitted}",
+            **fields_of(scope),
             priority=priority,
-            tenant_salt=scope.tenant_salt,
-            adapter=scope.adapter,
-            window=None if scope.window is None else scope.window.size,
-            num_sink_tokens=0 if scope.window is None else scope.window.num_sink_tokens,
             beam_width=width,
             length_penalty=ending[0],
             early_stopping=ending[1],
@@ -320,7 +263,7 @@ class LedgerMachine(RuleBasedStateMachine):
         num_preemptions = self.batcher.num_preemptions
         plan = self.batcher.plan_step(self.max_decode_steps)
         self.events["preempted"] += self.batcher.num_preemptions - num_preemptions
-        evicted = self.follow_changes()
+        evicted = self.keys.follow_changes()
         if plan is None:
             assert self.flights or not self.batcher.num_running + self.batcher.num_waiting, (
                 "work is left and nothing can be planned"
@@ -342,49 +285,14 @@ class LedgerMachine(RuleBasedStateMachine):
             )
             if sequence.row in starts and (gave_way or id(sequence) in waiting):
                 num_found = starts[sequence.row].num_computed
-                self.check_start(sequence, samples[sequence.row], num_found, evicted)
+                # What was computed over a reset has no keys: others may have some of it.
+                sure = not evicted and not (sequence.num_preemptions and self.operations["reset"])
+                self.keys.check_start(
+                    sequence, samples[sequence.row], num_found, evicted, is_exact=sure
+                )
         self.flights.append(InFlight(plan, samples))
         self.events["copied"] += len(plan.copies)
         self.operations["chunk" if (plan.num_tokens > 1).any() else "append"] += 1
-
-    def check_start(
-        self, sequence: SequenceState, sample: Sample, num_found: int, evicted: set[BlockKey]
-    ) -> None:
-        """Compare what a sequence starts on with the longest run that may be matched."""
-        size, num_known = self.limits.block_size, sequence.num_known
-        depth = (num_known - 1) // size
-        while depth and not self.can_start_on(sample, depth, evicted):
-            depth -= 1
-        if self.kv.partials is None:
-            assert num_found <= depth * size, "more was matched than had been computed"
-        assert num_found < num_known, "nothing is left to compute"
-        # What was computed over a reset has no keys: it is matched only where others have some.
-        over_a_reset = sequence.num_preemptions and self.operations["reset"]
-        if not evicted and not over_a_reset:
-            num_partial = num_found - depth * size
-            assert 0 <= num_partial < size, "less was matched than could have been"
-            self.events["partly matched"] += num_partial > 0
-        if sequence.num_preemptions or sequence.sibling:
-            self.events["resumed"] += 1
-            self.resumed += num_found
-        else:
-            self.queried += sample.num_prompt
-            self.hits += num_found
-            self.events["started"] += 1
-        self.events["hit tokens"] += num_found
-
-    def can_start_on(self, sample: Sample, depth: int, evicted: set[BlockKey]) -> bool:
-        """Return whether all that the token behind so many blocks sees can be matched."""
-        size = self.limits.block_size
-        num_tokens = depth * size
-        for group, window in enumerate(sample.windows):
-            # The token before it is kept in any case.
-            seen = {*seen_positions(num_tokens + 1, window), num_tokens - 1}
-            for place in {position // size for position in seen}:
-                key = group_key(sample.keys[place], group)
-                if key not in self.matchable and key not in evicted:
-                    return False
-        return True
 
     @precondition(lambda self: self.flights)
     @rule()
@@ -398,24 +306,9 @@ class LedgerMachine(RuleBasedStateMachine):
             self.events["rolled out of a window"] += max(
                 0, num_blocks - before.get(name, num_blocks)
             )
-        for child in committed.born:
-            self.tracked[child.request.request_id].sequences[child.sibling] = child
         kind = "beam step" if committed.beams else "fork" if committed.born else "commit"
         self.operations[kind] += 1
-        self.hear(committed)
-        for search in committed.beams:
-            self.hear_of_a_search(search)
-
-    def hear_of_a_search(self, search: BeamGroup) -> None:
-        request_id = search.first.request.request_id
-        tracked = self.tracked[request_id]
-        if search.finish is None:
-            tracked.sequences = {sequence.sibling: sequence for sequence in search.sequences}
-            return
-        assert search.finish is FinishReason.STOP
-        assert [one.token_ids for one in search.hypotheses] == tracked.outputs
-        del self.tracked[request_id]
-        self.events["searched"] += 1
+        self.requests.hear(committed)
 
     def num_trimmed(self) -> dict[int, int]:
         """Return for each running sequence how many of its blocks no token sees any more."""
@@ -423,56 +316,6 @@ class LedgerMachine(RuleBasedStateMachine):
             id(sequence): sum(group.num_trimmed for group in sequence.table.groups)
             for sequence in self.batcher.running
         }
-
-    def hear(self, committed: Committed) -> None:
-        for news in committed.news:
-            if isinstance(news, Progress):
-                sequence, output_index, token_id, _logprobs, finish, _error = news
-                request_id, sibling = sequence.request.request_id, sequence.sibling
-                self.hear_one(request_id, sibling, output_index, token_id)
-                if finish is not None:
-                    self.hear_the_end(request_id, sequence, finish)
-            else:
-                run: TokenRun = news[1]
-                told = zip(run.names, run.indices.tolist(), run.token_ids.T.tolist(), strict=True)
-                for name, first, token_ids in told:
-                    for output_index, token_id in enumerate(token_ids, first):
-                        self.hear_one(name.request_id, name.sibling, output_index, token_id)
-
-    def hear_one(
-        self, request_id: RequestId, sibling: int, output_index: int, token_id: int | None
-    ) -> None:
-        sample = self.tracked[request_id].samples[sibling]
-        assert output_index == sample.num_told, "a token is told twice or left out"
-        assert not sample.ended, "a token is told after the end"
-        if token_id is not None:
-            assert token_id == sample.tokens[sample.num_prompt + output_index]
-            sample.num_told += 1
-
-    def hear_the_end(
-        self, request_id: RequestId, sequence: SequenceState, finish: FinishReason
-    ) -> None:
-        tracked = self.tracked[request_id]
-        sample = tracked.samples[sequence.sibling]
-        if finish is FinishReason.ERROR:
-            assert sample.num_told == sample.failing_draw
-            self.events["failed"] += 1
-        else:
-            assert sample.num_told == len(sample.tokens) - sample.num_prompt
-            stopped = sample.tokens[-1] == END_ID
-            assert finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-            self.events["finished"] += 1
-        self.forget(request_id, sequence)
-
-    def forget(self, request_id: RequestId, sequence: SequenceState) -> None:
-        tracked = self.tracked[request_id]
-        unborn = range(1, sequence.num_unborn + 1)
-        for sibling in (sequence.sibling, *unborn):
-            tracked.samples[sibling].ended = True
-        del tracked.sequences[sequence.sibling]
-        if not tracked.sequences:
-            assert all(sample.ended for sample in tracked.samples)
-            del self.tracked[request_id]
 
     @precondition(lambda self: self.tracked)
     @rule(pick=st.integers(0, 99), one_sample=st.booleans())
@@ -488,7 +331,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if tracked.outputs is None:
                 # Two may want it gone.
                 self.batcher.end(sequence, FinishReason.CANCELLED)
-                self.forget(request_id, sequence)
+                self.requests.forget(request_id, sequence)
             assert sequence.finish is FinishReason.CANCELLED
         if tracked.outputs is not None:
             del self.tracked[request_id]
@@ -522,22 +365,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         """Have nothing matched any more that was computed before, or is on the blocks held now."""
         self.batcher.reset_cache()
-        self.follow_changes()
-        assert not self.matchable
-        self.stale_tables = [sequence.table for sequence in self.batcher.running]
+        self.keys.follow_changes()
+        assert not self.keys.matchable
+        self.keys.stale_tables = [sequence.table for sequence in self.batcher.running]
         self.operations["reset"] += 1
 
     # --- what must hold -------------------------------------------------------------------
-
-    def follow_changes(self) -> set[BlockKey]:
-        """Keep up with the keys that can be matched; return those that were lost just now."""
-        published, evicted = self.kv.index.take_changes()
-        assert not self.matchable & set(published)
-        assert set(evicted) <= self.matchable
-        self.matchable = (self.matchable | set(published)) - set(evicted)
-        self.events["evicted"] += len(evicted)
-        self.events["sealed"] += len(published)
-        return set(evicted)
 
     @invariant()
     def the_ledger_agrees_with_its_holders(self) -> None:
@@ -545,15 +378,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_key_names_a_block_that_holds_what_was_hashed(self) -> None:
-        self.follow_changes()
-        num_keys = 0
-        for key, block_id in self.kv.index.items():
-            assert key in self.matchable
-            assert self.memory.block(BlockId(block_id)) == self.oracle.slots_of(key)
-            num_keys += 1
-        assert num_keys == len(self.matchable)
-        for table in self.stale_tables:
-            assert not any(self.kv.index.key_of(block_id) for block_id in table.block_ids)
+        self.keys.check()
 
     @invariant()
     def every_sequence_knows_its_tokens(self) -> None:
@@ -566,13 +391,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_that_can_be_copied_hold_what_is_said_of_them(self) -> None:
-        if self.kv.partials is None:
-            return
-        for block_id, content in self.kv.partials.items():
-            history = self.oracle.content[content.parent][-1]
-            for offset, token_id in enumerate(content.token_ids):
-                history = self.oracle.histories.after(history, token_id)
-                assert self.memory.block(block_id)[offset] == history
+        self.keys.check_partly_filled()
 
     def check(self) -> None:
         self.the_ledger_agrees_with_its_holders()
@@ -593,9 +412,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not self.batcher.retiring
         assert self.kv.pool.num_held == 0
         assert self.kv.pool.num_available == self.limits.num_blocks
-        assert self.batcher.num_queried_tokens == self.queried
-        assert self.batcher.num_hit_tokens == self.hits
-        assert self.batcher.num_resumed_tokens == self.resumed
+        assert self.batcher.num_queried_tokens == self.keys.num_queried
+        assert self.batcher.num_hit_tokens == self.keys.num_hits
+        assert self.batcher.num_resumed_tokens == self.keys.num_resumed
 
     def teardown(self) -> None:
         if self.num_submitted:

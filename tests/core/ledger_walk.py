@@ -3,7 +3,8 @@
 import argparse
 import random
 
-from ledger_machine import ENDINGS, LAYER_GROUPS, POLICIES, SCOPES, STORIES, LedgerMachine
+from ledger_machine import LAYER_GROUPS, POLICIES, LedgerMachine
+from ledger_requests import ENDINGS, SCOPES, STORIES
 
 REPLAY = "replay it: python tests/core/ledger_walk.py --seed {seed} --operations {num_operations}"
 
