@@ -1,4 +1,4 @@
-"""Beams on a replica: forks of one table that start, give way, resume and end together."""
+"""Beams on a replica: forks of one table that start, go on and end together."""
 
 import dataclasses
 import random
@@ -7,47 +7,15 @@ from typing import Any
 
 import pytest
 from batcher_driver import BatcherDriver
+from beam_checks import ENDINGS, check_streams, searches_of
 from beam_oracle import toy_beams
-from fingerprint_rank import oracle, prompt_oracle
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fingerprint_rank import prompt_oracle
 from replica_driver import ReplicaDriver, make_limits, make_request
 
-from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.beam_streams import beam_items
-from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.ids import Attempt, RequestId
 from rayserve_paged.core.replica_messages import CancelRequest, FenceReplica
-from rayserve_paged.core.request import FinishReason, Request, admit
-from rayserve_paged.core.sequence import Phase
-
-ENDINGS: list[tuple[float, bool | str]] = [
-    (1.0, False),
-    (0.0, True),
-    (2.0, "never"),
-    (-1.0, False),
-    (0.0, "never"),
-]
-
-
-def check_streams(driver: ReplicaDriver, *requests: Request) -> None:
-    """Compare every stream with its oracle's, and see that all blocks came back."""
-    for request in requests:
-        reader = driver.reader(request.consumer_id)
-        streams = [reader.stream(request, sibling) for sibling in range(request.params.n)]
-        got = [(stream.token_ids, stream.finish) for stream in streams]
-        if request.params.beam_width is None:
-            assert got == [oracle(request, driver.limits, s) for s in range(request.params.n)]
-        else:
-            found, _num_steps = toy_beams(request, driver.limits)
-            assert got == [(one.token_ids, one.finish) for one in found]
-    assert driver.replica.kv.pool.num_held == 0
-    assert driver.replica.batcher.num_reserved_rows == 0
-    assert driver.replica.sequences == ()
-
-
-def searches_of(driver: ReplicaDriver) -> list[BeamGroup]:
-    return list({s.beam: None for s in driver.replica.sequences if s.beam is not None})
+from rayserve_paged.core.request import FinishReason
 
 
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
@@ -335,216 +303,6 @@ def test_a_search_gives_way_to_an_urgent_request_as_a_whole_and_ends_right(
     assert driver.replica.batcher.num_preemptions == 1
 
 
-# --- pressure -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("budget", [64, 5, 3, 1])
-@pytest.mark.parametrize("pipeline_depth", [1, 2])
-@pytest.mark.parametrize("beside", ["searches", "forks"])
-def test_searches_that_do_not_fit_together_give_way_and_all_end_right(
-    budget: int, pipeline_depth: int, beside: str
-) -> None:
-    # One search alone needs at most 1 + 3 * 7 blocks.
-    driver = ReplicaDriver(
-        make_limits(num_blocks=22, block_size=2, vocab_size=31),
-        max_num_seqs=18,
-        max_num_batched_tokens=budget,
-        pipeline_depth=pipeline_depth,
-    )
-    requests = []
-    for index in range(6):
-        params: dict[str, Any] = {"n": 2, "beam_width": 3}
-        if beside == "forks" and index % 2 == 0:
-            params = {"n": 2, "temperature": 1.0}
-        prompt = [index, 1, 2][: 3 - index % 2]
-        request = make_request(prompt, 14, request_id=f"q{index}", **params)
-        requests.append(request)
-        driver.submit(request)
-        driver.step()
-    driver.run()
-    check_streams(driver, *requests)
-    if budget == 64:
-        assert driver.replica.batcher.num_preemptions > 0
-
-
-@pytest.mark.parametrize("budget", [64, 3, 2, 1])
-@pytest.mark.parametrize("num_steps", range(1, 15))
-@pytest.mark.parametrize("again_after", [None, 1, 5])
-def test_a_search_that_gave_way_computes_its_common_part_once(
-    again_after: int | None, num_steps: int, budget: int
-) -> None:
-    limits = make_limits(num_blocks=64, block_size=2, vocab_size=31)
-    request = make_request(range(1, 8), 20, n=3, beam_width=3)
-    run = BatcherDriver(request, limits, budget)
-    search = run.first.beam
-    assert search is not None
-    for _ in range(num_steps):
-        run.step()
-    for _ in range(again_after or 0):
-        preempt_and_lose(run, search)
-        run.step()
-    known = [list(sequence.tokens) for sequence in search.sequences]
-    preempt_and_lose(run, search)
-    before = len(run.rank.history)
-    while [list(sequence.tokens) for sequence in search.sequences] == known:
-        run.step()
-    steps = run.rank.history[before:]
-    length = len(known[0])
-    common = 0
-    if len(known) > 1:
-        in_common = [_num_common(known[0], other) for other in known[1:]]
-        common = sum(min(count, length - 1) // 2 * 2 for count in in_common)
-    computed = sum(row.num_tokens for step in steps for row in step)
-    assert computed == length * len(known) - common
-    while run.batcher.num_running:
-        run.step()
-    found, _num_steps = toy_beams(request, limits)
-    got = [(one.token_ids, one.cumulative) for one in search.hypotheses]
-    assert got == [(one.token_ids, one.cumulative) for one in found]
-    assert run.pool.num_held == 0
-
-
-def preempt_and_lose(run: BatcherDriver, search: BeamGroup) -> None:
-    """Make a search give way, and evict all that the cache holds of it."""
-    run.batcher.preempt(search.first)
-    assert {sequence.phase for sequence in search.sequences} == {Phase.WAITING}
-    assert (run.pool.num_held, run.batcher.num_running, run.batcher.num_waiting) == (0, 0, 1)
-    lost = run.kv.grow(run.kv.open(()), run.limits.num_slots)
-    assert lost is not None
-    run.pool.release(lost)
-
-
-def _num_common(one: list[int], other: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
-
-
-def test_what_the_cache_still_holds_of_each_beam_is_not_computed_again() -> None:
-    limits = make_limits(num_blocks=40, block_size=2, vocab_size=31)
-    run = BatcherDriver(make_request(range(1, 8), 20, n=3, beam_width=3), limits)
-    search = run.first.beam
-    assert search is not None
-    for _ in range(14):
-        run.step()
-    known = [list(sequence.tokens) for sequence in search.sequences]
-    run.batcher.preempt(search.first)
-    before = len(run.rank.history)
-    while [list(sequence.tokens) for sequence in search.sequences] == known:
-        run.step()
-    computed = sum(row.num_tokens for step in run.rank.history[before:] for row in step)
-    assert computed == 3 * ((len(known[0]) - 1) % 2 + 1)
-
-
-@given(data=st.data())
-@settings(max_examples=150, deadline=None)
-def test_searches_of_any_kind_under_any_pressure_find_what_they_find_alone(
-    data: st.DataObject,
-) -> None:
-    draw = data.draw
-    limits = make_limits(
-        draw(st.integers(4, 30)),
-        draw(st.integers(1, 4)),
-        vocab_size=draw(st.sampled_from([31, 5])),
-        eos_token_ids=(0,),
-    )
-    driver = ReplicaDriver(
-        limits,
-        max_num_seqs=draw(st.integers(2, 9)),
-        max_num_batched_tokens=draw(st.sampled_from([64, 7, 3, 1])),
-        pipeline_depth=draw(st.sampled_from([1, 2])),
-        max_decode_steps=draw(st.sampled_from([1, 5])),
-    )
-    requests = []
-    for index in range(draw(st.integers(1, 6))):
-        width = draw(st.integers(1, 6))
-        length_penalty, early_stopping = draw(st.sampled_from(ENDINGS))
-        request = make_request(
-            draw(st.lists(st.integers(1, 2), min_size=1, max_size=9)),
-            draw(st.sampled_from([9, 5, 14, 2, 1])),
-            request_id=f"q{index}",
-            priority=draw(st.integers(0, 1)),
-            n=min(width, draw(st.integers(1, 4))),
-            beam_width=width,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-        )
-        if draw(st.booleans()):
-            params = dataclasses.replace(
-                request.params, beam_width=None, length_penalty=1.0, early_stopping=False
-            )
-            request = dataclasses.replace(request, params=params)
-        try:
-            driver.submit(request)
-        except InvalidInputError:
-            driver.reader().consumer.abandon(request.request_id)
-            continue
-        requests.append(request)
-        for _ in range(draw(st.integers(0, 6))):
-            driver.step()
-    driver.run()
-    check_streams(driver, *requests)
-
-
-# --- at the door ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_prompt", "max_tokens", "width", "needed"),
-    [
-        # 2 full blocks of prompt are shared, then 3 tokens in 1 block for each beam.
-        (8, 4, 4, 2 + 4 * 1),
-        # The tail of the prompt is copied for each beam.
-        (9, 4, 4, 2 + 4 * 1),
-        (9, 5, 4, 2 + 4 * 2),
-        # A search of one token forks nothing.
-        (9, 1, 4, 3),
-        (8, 1, 4, 2),
-    ],
-)
-def test_the_worst_case_of_a_search_alone_must_fit(
-    num_prompt: int, max_tokens: int, width: int, needed: int
-) -> None:
-    request = make_request(range(num_prompt), max_tokens, beam_width=width)
-    assert admit(request, make_limits(num_blocks=needed)) is not None
-    with pytest.raises(CapacityError) as refused:
-        admit(request, make_limits(num_blocks=needed - 1))
-    error = refused.value
-    assert (error.num_blocks_needed, error.num_blocks) == (needed, needed - 1)
-    assert (error.beam_width, error.field) == (width, "max_tokens")
-    assert f"max_tokens={max_tokens} and beam_width={width} needs {needed} blocks" in str(error)
-
-
-@pytest.mark.parametrize("num_prompt", range(1, 14))
-@pytest.mark.parametrize("width", [1, 2, 3, 5])
-def test_a_search_without_a_length_gets_what_fits_and_no_token_more(
-    num_prompt: int, width: int
-) -> None:
-    limits = make_limits(num_blocks=16)
-    max_tokens = admit(make_request(range(num_prompt), None, beam_width=width), limits).params
-    assert max_tokens.max_tokens is not None
-    with pytest.raises(CapacityError):
-        admit(make_request(range(num_prompt), max_tokens.max_tokens + 1, beam_width=width), limits)
-
-
-def test_a_search_fills_its_pool_to_the_last_block_and_ends() -> None:
-    # Beams that part at once and never meet again.
-    limits = make_limits(num_blocks=3 + 6 * 3, block_size=2, vocab_size=97)
-    driver = ReplicaDriver(limits)
-    request = make_request(range(6), 7, n=6, beam_width=6)
-    driver.generate(request)
-    check_streams(driver, request)
-    assert driver.replica.batcher.num_preemptions == 0
-
-
-def test_more_beams_than_rows_or_more_outputs_than_words_are_refused() -> None:
-    limits = make_limits(num_blocks=64, vocab_size=3, max_num_seqs=4)
-    with pytest.raises(InvalidInputError) as refused:
-        admit(make_request([1], 4, beam_width=5), limits)
-    assert (refused.value.field, refused.value.value) == ("beam_width", 5)
-    with pytest.raises(InvalidInputError) as refused:
-        admit(make_request([1], 4, n=4, beam_width=4), limits)
-    assert (refused.value.field, refused.value.value) == ("n", 4)
-
-
 def test_random_searches_part_early_and_late() -> None:
     # The tests above mean little if the beams of the toy rank never part or never die.
     limits = make_limits(num_blocks=64, vocab_size=31)
@@ -560,12 +318,3 @@ def test_random_searches_part_early_and_late() -> None:
                 if len(outputs) == 4 and len(outputs[0]) > 2:
                     numbers.add(len({tokens[:-2] for tokens in outputs}))
     assert numbers >= {1, 2, 3}
-
-
-def test_a_search_with_a_window_is_refused_where_its_beams_could_not_come_back() -> None:
-    # Beams that gave way are each promised blocks of their own: 3 beams of 2.
-    request = make_request(range(3), 3, beam_width=3, window=3, num_sink_tokens=1)
-    with pytest.raises(CapacityError) as refused:
-        admit(request, make_limits(num_blocks=5, block_size=3))
-    assert refused.value.num_blocks_needed == 6
-    assert admit(request, make_limits(num_blocks=6, block_size=3)).params.max_tokens == 3

@@ -4,18 +4,9 @@ import random
 
 import pytest
 from hypothesis import settings
-from replica_machine import (
-    CHOICES,
-    CONSUMERS,
-    ENDINGS,
-    IDENTITIES,
-    LAYER_GROUPS,
-    LEASE_S,
-    POLICIES,
-    RETENTIONS,
-    STORIES,
-    ReplicaMachine,
-)
+from replica_machine import ReplicaMachine
+from replica_rules import CONSUMERS, LAYER_GROUPS, LEASE_S, POLICIES
+from replica_workload import CHOICES, ENDINGS, IDENTITIES, RETENTIONS, STORIES
 
 
 def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
