@@ -9,15 +9,25 @@ if TYPE_CHECKING:
     from rayserve_paged.core.retention import RetentionRange
     from rayserve_paged.core.sampling_params import SamplingParams
     from rayserve_paged.llm import LLM
+    from rayserve_paged.request_options import RequestOptions
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Adapter", "Attachment", "RequestScope", "RetentionRange", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "Adapter",
+    "Attachment",
+    "RequestOptions",
+    "RequestScope",
+    "RetentionRange",
+    "SamplingParams",
+]
 
 # Imported on first use: `import rayserve_paged.core` must load neither torch nor ray.
 _LAZY = {
     "LLM": "rayserve_paged.llm",
     "Adapter": "rayserve_paged.core.block_identity",
     "Attachment": "rayserve_paged.core.attachments",
+    "RequestOptions": "rayserve_paged.request_options",
     "RequestScope": "rayserve_paged.core.block_identity",
     "RetentionRange": "rayserve_paged.core.retention",
     "SamplingParams": "rayserve_paged.core.sampling_params",

@@ -13,9 +13,9 @@ from rich.table import Table
 from rayserve_paged.block_picture import block_picture, legend
 from rayserve_paged.core.errors import PagedError
 from rayserve_paged.core.sampling_params import SamplingParams
-from rayserve_paged.front_end import Prompt
 from rayserve_paged.llm import LLM
 from rayserve_paged.outputs import DeploymentAccounting, RequestOutput, StreamChunk
+from rayserve_paged.prompts import Prompt
 
 _LOOK_S: Final = 0.1
 NUM_BLOCKS: Final = 64

@@ -6,13 +6,9 @@ import dataclasses
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from rayserve_paged.consumer_loop import ConsumerLoop
-from rayserve_paged.core.attachments import Attachment
-from rayserve_paged.core.attention_window import AttentionWindow
-from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.errors import (
     DuplicateRequestError,
     InvalidInputError,
@@ -23,16 +19,13 @@ from rayserve_paged.core.field_checks import check_token_ids
 from rayserve_paged.core.ids import Attempt, ConsumerId, PinId, RequestId
 from rayserve_paged.core.replica_messages import PinPrefix, UnpinPrefix
 from rayserve_paged.core.request import Request, admit
-from rayserve_paged.core.retention import RetentionRange
 from rayserve_paged.core.sampling_params import MAX_SEED, SamplingParams
 from rayserve_paged.deployment import Deployment
 from rayserve_paged.generation import Generation, Job
 from rayserve_paged.model.tokenizer import Tokenizer
 from rayserve_paged.outputs import DeploymentAccounting, Pin, RequestOutput, StreamChunk
-
-Prompt = str | list[int] | tuple[int, ...] | Mapping[str, Sequence[Any]]
-"""A text, token ids, {"messages": [{"role": TEXT, "content": TEXT}, ...]} for a chat, or
-{"prompt_token_ids": [...], "attachments": [Attachment, ...]} for ids that content stands behind."""
+from rayserve_paged.prompts import Prompt, tokenize
+from rayserve_paged.request_options import NO_OPTIONS, RequestOptions
 
 
 class FrontEnd:
@@ -56,16 +49,9 @@ class FrontEnd:
     def prepare(
         self,
         prompt: Prompt,
-        params: SamplingParams,
-        priority: int = 0,
-        request_id: str | None = None,
+        params: SamplingParams | None = None,
+        options: RequestOptions = NO_OPTIONS,
         *,
-        scope: RequestScope | None = None,
-        tenant: str | None = None,
-        deadline_s: float | None = None,
-        window: int | None = None,
-        num_sink_tokens: int = 0,
-        retention: tuple[RetentionRange, ...] = (),
         streaming: bool = False,
     ) -> Job:
         """Check a request against all that is known here, and draw what it leaves open.
@@ -73,32 +59,20 @@ class FrontEnd:
         Args:
             prompt: Text, token ids with or without attachments, or a chat.
             params: A seed is drawn where it has none; `max_tokens` is clamped.
-            priority: Lower is served first.
-            request_id: None to draw one.
-            scope: What it adds to the identity of its KV; None for nothing.
-            tenant: Who is charged under weighted-fair queueing.
-            deadline_s: Seconds from submission after which what is not done is given up.
-            window: Positions that a token attends to, its own the last; None for all.
-            num_sink_tokens: First positions that every token attends to besides.
-            retention: How long which of its blocks are to stay cached.
+            options: How it is served; an id is drawn where they have none.
             streaming: Whether its chunks are to be read as they come.
 
         Raises:
             InvalidInputError: Naming the field.
             CapacityError: The pool can never hold it.
         """
-        text, token_ids, attachments = self._tokenize(prompt)
-        scope = RequestScope() if scope is None else scope
-        _check_type("params", params, SamplingParams, "SamplingParams, or None")
-        _check_type("scope", scope, RequestScope, "a RequestScope, or None")
-        if scope.window is not None:
-            accepted = "an AttentionWindow, or None"
-            _check_type("scope.window", scope.window, AttentionWindow, accepted)
-            if window is not None or num_sink_tokens:
-                raise InvalidInputError("window", window, "None where the scope has a window")
-            window, num_sink_tokens = scope.window.size, scope.window.num_sink_tokens
-        if request_id is not None and not (isinstance(request_id, str) and request_id):
-            raise InvalidInputError("request_id", request_id, "a non-empty string, or None")
+        text, token_ids, attachments = tokenize(prompt, self._tokenizer)
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidInputError("params", params, "SamplingParams, or None")
+        name = options.request_id
+        if name is not None and not (isinstance(name, str) and name):
+            raise InvalidInputError("request_id", name, "a non-empty string, or None")
         shows_logprobs = params.logprobs is not None
         if params.num_siblings > params.n:
             if streaming:
@@ -117,45 +91,15 @@ class FrontEnd:
             attempt=Attempt(0),
             prompt_token_ids=token_ids,
             params=params,
-            priority=priority,
-            tenant_salt=scope.tenant_salt,
-            adapter=scope.adapter,
+            priority=options.priority,
+            scope=options.scope,
             attachments=attachments,
-            tenant=tenant,
-            deadline_s=deadline_s,
-            window=window,
-            num_sink_tokens=num_sink_tokens,
-            retention=retention,
+            tenant=options.tenant,
+            deadline_s=options.deadline_s,
+            retention=options.retention,
         )
         admitted = admit(request, self._deployment.limits)
-        return Job(request_id or private_id, text, admitted, shows_logprobs)
-
-    def _tokenize(
-        self, prompt: Prompt
-    ) -> tuple[str | None, tuple[int, ...], tuple[Attachment, ...]]:
-        """The prompt's text where it has one, its ids and its attachments."""
-        is_chat = isinstance(prompt, Mapping)
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return None, *_parts(prompt)
-            if set(prompt) != {"messages"}:
-                raise InvalidInputError("prompt", prompt, 'a chat as {"messages": [...]} alone')
-            text = self._tokenizer.apply_chat_template(prompt["messages"])
-        elif isinstance(prompt, str):
-            text = prompt
-        elif isinstance(prompt, list | tuple):
-            return None, tuple(prompt), ()
-        else:
-            raise InvalidInputError("prompt", prompt, "a text, a list of token ids or a chat")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidInputError("prompt", text, "a text without lone surrogates") from error
-        # Not by the ids, among which a beginning-of-sequence token would hide that it is empty.
-        token_ids = self._tokenizer.encode(text, add_special_tokens=not is_chat) if text else []
-        if not token_ids:
-            raise InvalidInputError("prompt", text, "a text of at least one token")
-        return text, tuple(token_ids), ()
+        return Job(name or private_id, text, admitted, shows_logprobs)
 
     async def stream(self, job: Job) -> AsyncGenerator[StreamChunk, None]:
         """Submit a request and yield its chunks; the last one has the output.
@@ -296,7 +240,7 @@ class FrontEnd:
             InvalidInputError: At the prompt or the name.
             PinLimitError: On some replica pins would hold too much; it is pinned on none.
         """
-        _text, token_ids, attachments = self._tokenize(prompt)
+        _text, token_ids, attachments = tokenize(prompt, self._tokenizer)
         if attachments:
             raise InvalidInputError("prompt", prompt, "a prompt without attachments")
         check_token_ids("prompt", token_ids, self._deployment.limits.vocab_size)
@@ -317,26 +261,6 @@ class FrontEnd:
     async def close(self) -> None:
         """Cancel what is open; streams that are read raise RequestFailedError."""
         await self._loop.close()
-
-
-def _check_type(field: str, value: object, kind: type, accepted: str) -> None:
-    if not isinstance(value, kind):
-        raise InvalidInputError(field, value, accepted)
-
-
-def _parts(prompt: Mapping[str, object]) -> tuple[tuple[int, ...], tuple[Attachment, ...]]:
-    """The ids and the attachments of a prompt that names them; what they hold is checked later."""
-    unknown = prompt.keys() - {"prompt_token_ids", "attachments"}
-    if unknown:
-        raise InvalidInputError("prompt", sorted(unknown), "prompt_token_ids and attachments alone")
-    parts = []
-    for field in ("prompt_token_ids", "attachments"):
-        values = prompt.get(field, ())
-        if not isinstance(values, list | tuple):
-            raise InvalidInputError(field, values, "a list")
-        parts.append(tuple(values))
-    token_ids, attachments = parts
-    return token_ids, attachments
 
 
 def _reason(error: BaseException) -> str:

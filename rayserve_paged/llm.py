@@ -3,16 +3,14 @@
 import concurrent.futures
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from types import NoneType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self, Unpack
 
-from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.config import DeploymentConfig, Dtype, QueuePolicy
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, RequestFailedError
 from rayserve_paged.core.request import ModelLimits
-from rayserve_paged.core.retention import RetentionRange
 from rayserve_paged.core.sampling_params import SamplingParams
-from rayserve_paged.front_end import FrontEnd, Prompt
+from rayserve_paged.front_end import FrontEnd
 from rayserve_paged.generation import Job
 from rayserve_paged.load_config import load_config, user_cache_dir
 from rayserve_paged.loop_thread import LoopThread
@@ -20,19 +18,21 @@ from rayserve_paged.model.loader import resolve_model
 from rayserve_paged.model.parallel import deal_heads
 from rayserve_paged.model.tokenizer import load_tokenizer
 from rayserve_paged.outputs import DeploymentAccounting, Pin, RequestOutput, StreamChunk
+from rayserve_paged.prompts import Prompt, as_batch
+from rayserve_paged.request_options import (
+    OptionFields,
+    OptionLists,
+    RequestOptions,
+    for_each,
+    options_for_each,
+    with_fields,
+)
 
 if TYPE_CHECKING:
     from rayserve_cluster.ray_shell import RayShell, ShellStats
     from rayserve_paged.inprocess import InProcessShell
 
 _BUILT_IN_MODELS: Final = ("fingerprint", "smollm2")
-
-_INT_OR_NONE: Final[tuple[type[int | None], ...]] = (int, NoneType)
-
-Retention = tuple[RetentionRange, ...]
-"""Ranges of one request, in the order of its tokens."""
-
-_T = TypeVar("_T")
 
 
 class LLM:
@@ -161,39 +161,28 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        priority: int = 0,
-        *,
-        scope: RequestScope | None = None,
-        window: int | None = None,
-        num_sink_tokens: int = 0,
-        retention: Retention = (),
+        options: RequestOptions | None = None,
+        **fields: Unpack[OptionFields],
     ) -> None:
-        """Raise what `generate` would raise for this prompt before it submits anything."""
-        self._front_end.prepare(
-            prompt,
-            SamplingParams() if params is None else params,
-            priority,
-            scope=scope,
-            window=window,
-            num_sink_tokens=num_sink_tokens,
-            retention=retention,
-        )
+        """Raise what `generate` would raise for this prompt before it submits anything.
+
+        Args:
+            prompt: As in `generate`.
+            params: As in `generate`.
+            options: As in `generate`.
+            fields: As in `stream`.
+        """
+        self._front_end.prepare(prompt, params, with_fields(options, fields))
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
-        priorities: int | Sequence[int] = 0,
-        scopes: RequestScope | Sequence[RequestScope] | None = None,
-        windows: int | Sequence[int | None] | None = None,
-        num_sink_tokens: int | Sequence[int] = 0,
-        retention: Retention | list[Retention] = (),
-        request_ids: Sequence[str] | None = None,
-        tenants: str | Sequence[str] | None = None,
-        deadline_s: float | None = None,
         raise_on_error: bool = True,
         on_output: Callable[[RequestOutput], None] | None = None,
+        **lists: Unpack[OptionLists],
     ) -> list[RequestOutput]:
         """Answer prompts; returns when every request has ended.
 
@@ -204,24 +193,16 @@ class LLM:
             prompts: One prompt or several. A prompt is a text, a list of token ids, a chat as
                 {"messages": [{"role": TEXT, "content": TEXT}, ...]}, or, for a model that takes
                 them, {"prompt_token_ids": [...], "attachments": [Attachment, ...]}.
-            params: For all, or one for each; `SamplingParams()` by default.
-            priorities: For all, or one for each; lower is served first.
-            scopes: For all, or one for each: whose KV it is (tenant) and with which adapter it is
-                computed. Requests share cached prefixes only where these are equal.
-            windows: For all, or one for each: a token attends to itself and the window - 1
-                positions before it, and blocks that fall behind are given back; None for all
-                positions. Requests of different windows share no cached prefixes.
-            num_sink_tokens: For all, or one for each: first positions that every token attends to
-                besides its window.
-            retention: A tuple for all, or a list with one for each: which ranges of a request's
-                tokens are to stay cached for longer or shorter than others once it has ended.
-            request_ids: One for each, unique among this LLM's live requests; drawn by default.
-            tenants: For all, or one for each: who is charged under the policy "weighted-fair".
-            deadline_s: Seconds from now after which a request is given up; its output then has
-                the tokens until then, and the finish reason "deadline".
+            params: How tokens are chosen: for all, or one for each; `SamplingParams()` by default.
+            options: How requests are served: for all, or one for each; `RequestOptions()` by
+                default.
             raise_on_error: Raise when a request failed. Where False, its output has `error` set.
             on_output: Called in this LLM's thread with each output as soon as it is there. It
                 must not call this LLM; what it raises ends the call, and the other requests.
+            lists: Single fields of the options, each one value for all prompts or a list with one
+                for each: `request_ids`, `priorities`, `tenants`, `scopes` (a `RequestScope` for
+                salt and adapter), `windows`, `num_sink_tokens`, `retention` (a tuple for all, a
+                list of tuples for each) and `deadline_s`.
 
         Returns:
             One output for each prompt, in their order.
@@ -232,19 +213,7 @@ class LLM:
             RequestFailedError: A request failed (the first one, after all have ended).
         """
         self._check_open()
-        scopes = RequestScope() if scopes is None else scopes
-        jobs = self._jobs(
-            prompts,
-            params,
-            priorities,
-            scopes,
-            windows,
-            num_sink_tokens,
-            retention,
-            request_ids,
-            tenants,
-            deadline_s,
-        )
+        jobs = self._jobs(prompts, params, options, lists)
         outputs = self._thread.call(self._front_end.complete(jobs, on_output))
         failed = [output for output in outputs if output.error is not None]
         if failed and raise_on_error:
@@ -258,59 +227,17 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        priorities: int | Sequence[int],
-        scopes: RequestScope | Sequence[RequestScope],
-        windows: int | Sequence[int | None] | None,
-        num_sink_tokens: int | Sequence[int],
-        retention: Retention | list[Retention],
-        request_ids: Sequence[str] | None,
-        tenants: str | Sequence[str] | None,
-        deadline_s: float | None,
+        options: RequestOptions | Sequence[RequestOptions] | None,
+        lists: OptionLists,
     ) -> list[Job]:
-        batch = _as_batch(prompts)
-        if params is None:
-            params = SamplingParams()
-        all_params = _for_each("params", params, SamplingParams, len(batch))
-        all_priorities = _for_each("priorities", priorities, int, len(batch))
-        all_scopes = _for_each("scopes", scopes, RequestScope, len(batch))
-        all_windows = _for_each("windows", windows, _INT_OR_NONE, len(batch))
-        all_sinks = _for_each("num_sink_tokens", num_sink_tokens, int, len(batch))
-        all_retention: list[Retention] = _for_each("retention", retention, tuple, len(batch))
-        ids: Sequence[str | None] = [None] * len(batch)
-        if request_ids is not None:
-            ids = _for_each("request_ids", request_ids, str, len(batch))
-        all_tenants: Sequence[str | None] = [None] * len(batch)
-        if tenants is not None:
-            all_tenants = _for_each("tenants", tenants, str, len(batch))
+        batch = as_batch(prompts)
+        params = SamplingParams() if params is None else params
+        all_params = for_each("params", params, SamplingParams, len(batch))
+        all_options = options_for_each(len(batch), options, lists)
         jobs = []
-        given = zip(
-            batch,
-            all_params,
-            all_priorities,
-            ids,
-            all_scopes,
-            all_windows,
-            all_sinks,
-            all_retention,
-            all_tenants,
-            strict=True,
-        )
-        for index, each in enumerate(given):
-            prompt, own, priority, own_id, scope, window, sinks, ranges, tenant = each
+        for index, each in enumerate(zip(batch, all_params, all_options, strict=True)):
             try:
-                job = self._front_end.prepare(
-                    prompt,
-                    own,
-                    priority,
-                    own_id,
-                    scope=scope,
-                    window=window,
-                    num_sink_tokens=sinks,
-                    retention=ranges,
-                    tenant=tenant,
-                    deadline_s=deadline_s,
-                )
-                jobs.append(job)
+                jobs.append(self._front_end.prepare(*each))
             except InvalidInputError as error:
                 if len(batch) > 1:
                     error.add_note(f"in prompts[{index}]")
@@ -321,15 +248,8 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        scope: RequestScope | None = None,
-        window: int | None = None,
-        num_sink_tokens: int = 0,
-        retention: Retention = (),
-        request_id: str | None = None,
-        tenant: str | None = None,
-        deadline_s: float | None = None,
+        options: RequestOptions | None = None,
+        **fields: Unpack[OptionFields],
     ) -> AsyncGenerator[StreamChunk, None]:
         """Answer one prompt as it goes, on whatever asyncio loop runs the iteration.
 
@@ -340,15 +260,9 @@ class LLM:
         Args:
             prompt: As in `generate`.
             params: As in `generate`; `best_of` may not be more than `n`.
-            priority: Lower is served first.
-            scope: As in `generate`.
-            window: As `windows` of `generate`.
-            num_sink_tokens: As in `generate`.
-            retention: As in `generate`, a tuple.
-            request_id: Unique among this LLM's live requests; None to draw one.
-            tenant: Who is charged under the policy "weighted-fair".
-            deadline_s: Seconds from the first iteration after which it is given up: the stream
-                ends with the finish reason "deadline".
+            options: As in `generate`; a deadline counts from the first iteration.
+            fields: Single fields of the options by their names, or `scope` (a `RequestScope`) for
+                salt and adapter.
 
         Raises:
             InvalidInputError: At once.
@@ -357,19 +271,7 @@ class LLM:
             RequestFailedError: On iteration: it failed; a stream that just ends is whole.
         """
         self._check_open()
-        job = self._front_end.prepare(
-            prompt,
-            SamplingParams() if params is None else params,
-            priority,
-            request_id,
-            scope=scope,
-            tenant=tenant,
-            deadline_s=deadline_s,
-            window=window,
-            num_sink_tokens=num_sink_tokens,
-            retention=retention,
-            streaming=True,
-        )
+        job = self._front_end.prepare(prompt, params, with_fields(options, fields), streaming=True)
         return self._thread.iterate(self._front_end.stream(job))
 
     def cancel(self, request_id: str, sibling: int | None = None) -> bool:
@@ -487,32 +389,3 @@ def _start(
     from rayserve_paged.inprocess import InProcessShell
 
     return InProcessShell(config)
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Tell one prompt from several: a list that begins with a number is one prompt's ids."""
-    accepted = "a prompt or several: texts, lists of token ids or chats"
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence) or not prompts:
-        raise InvalidInputError("prompts", prompts, accepted)
-    if isinstance(prompts[0], int):
-        return [cast("Prompt", prompts)]
-    return cast("Sequence[Prompt]", prompts)
-
-
-def _for_each(
-    field: str, values: object, kind: type[_T] | tuple[type[_T], ...], num_prompts: int
-) -> list[_T]:
-    """Repeat one value for all prompts, or check that there is one for each."""
-    kinds: tuple[type[_T], ...] = kind if isinstance(kind, tuple) else (kind,)
-    names = " or ".join("None" if one is NoneType else one.__name__ for one in kinds)
-    accepted = f"one {names}, or a list of {num_prompts}, one for each prompt"
-    if isinstance(values, kinds):
-        repeated: list[Any] = [values] * num_prompts
-        return repeated
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != num_prompts:
-        raise InvalidInputError(field, values, accepted)
-    if not all(isinstance(value, kind) for value in values):
-        raise InvalidInputError(field, values, accepted)
-    return list(values)

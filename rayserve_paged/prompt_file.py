@@ -12,7 +12,7 @@ from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from rayserve_paged.front_end import Prompt
+    from rayserve_paged.prompts import Prompt
 
 _PROMPT_FIELDS: Final = ("prompt", "messages", "prompt_token_ids")
 _SAMPLING_FIELDS: Final = tuple(field.name for field in dataclasses.fields(SamplingParams))

@@ -10,7 +10,6 @@ import torch
 from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.block_copy import copy_blocks
 from rayserve_kernels.layout import KVPool
-from rayserve_paged.core.attention_window import AttentionWindow
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.step_messages import (
     IntArray,
@@ -210,9 +209,8 @@ class ModelRunner:
         self._table_lens[unique] += counts.astype(np.int32)
 
     def _set_windows(self, start: RowStart) -> None:
-        own = AttentionWindow(start.window, start.num_sink_tokens)
         for group, layers in enumerate(self._layer_windows):
-            window = layers.tighter(own)
+            window = layers.tighter(start.window)
             self._windows[group, start.row] = NO_WINDOW if window.size is None else window.size
             self._num_sinks[group, start.row] = window.num_sink_tokens
 

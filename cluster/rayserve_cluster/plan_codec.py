@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayserve_cluster.row_content_codec import encode_contents, with_contents
+from rayserve_paged.core.attention_window import AttentionWindow
 from rayserve_paged.core.ids import Row, StepId
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.step_messages import IntArray, RowStart, ScoredTokens, StepPlan
@@ -53,8 +54,8 @@ def encode_plan(plan: StepPlan) -> bytes:
             start.row,
             start.num_computed,
             start.num_prompt_tokens,
-            start.window or 0,
-            start.num_sink_tokens,
+            start.window.size or 0,
+            start.window.num_sink_tokens,
             len(start.block_ids),
         )
         for start in plan.starts
@@ -118,10 +119,9 @@ def decode_plan(payload: bytes) -> StepPlan:
                     block_ids,
                     FOLLOWER_PARAMS,
                     num_prompt,
-                    window=window or None,
-                    num_sink_tokens=num_sinks,
+                    window=AttentionWindow(size or None, num_sinks),
                 )
-                for row, computed, num_prompt, window, num_sinks, block_ids in zip(
+                for row, computed, num_prompt, size, num_sinks, block_ids in zip(
                     *starts, blocks, strict=True
                 )
             ),

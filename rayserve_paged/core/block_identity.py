@@ -73,7 +73,7 @@ class RequestScope:
     window: AttentionWindow | None = None
 
 
-_NO_REQUEST_SCOPE = RequestScope()
+NO_SCOPE = RequestScope()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class BlockScope:
     positions: str
     block_size: int
 
-    def root(self, of: RequestScope = _NO_REQUEST_SCOPE) -> BlockKey:
+    def root(self, of: RequestScope = NO_SCOPE) -> BlockKey:
         """Return the parent of every first block of the requests that have one scope.
 
         Args:

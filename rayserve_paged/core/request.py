@@ -11,7 +11,7 @@ from rayserve_paged.core.attention_window import (
     num_blocks_held,
 )
 from rayserve_paged.core.beam_params import most_blocks, most_tokens
-from rayserve_paged.core.block_identity import Adapter, RequestScope
+from rayserve_paged.core.block_identity import NO_SCOPE, Adapter, RequestScope
 from rayserve_paged.core.delivered import DeliveredSample, check_delivered
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.field_checks import check_integer, check_number, check_token_ids
@@ -103,16 +103,13 @@ class Request:
         prompt_token_ids: At least one id, each inside the vocabulary.
         params: Its `seed` is set (the consumer draws one).
         priority: Lower is served first; equal ones by arrival.
-        tenant_salt: Blocks are shared only between requests of equal salt.
-        adapter: Weights laid over the model's own; None for none.
+        scope: Whose KV it is, with which adapter it is computed, and what its tokens attend to.
+            Blocks are shared only between requests of equal scope.
         attachments: Content behind tokens of the prompt, in their order.
         tenant: Who is charged under weighted-fair queueing; None for the salt, or nobody.
         deadline_s: Seconds from this submission within which it is of use; what is not done then
             is given up. Counted by the replica that takes it, since no two machines share a clock:
             who submits it again gives the time that is left. None for no limit.
-        window: Each token attends to itself and the window - 1 positions before it, in every
-            layer that has no smaller window of its own; None for all positions.
-        num_sink_tokens: First positions that every token attends to besides its window.
         retention: Ranges of its tokens whose blocks are to stay cached for longer or shorter than
             others, in their order.
         delivered: What the consumer has from attempts before: each sample that has not finished,
@@ -125,13 +122,10 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
-    tenant_salt: str | None = None
-    adapter: Adapter | None = None
+    scope: RequestScope = NO_SCOPE
     attachments: tuple[Attachment, ...] = ()
     tenant: str | None = None
     deadline_s: float | None = None
-    window: int | None = None
-    num_sink_tokens: int = 0
     retention: tuple[RetentionRange, ...] = ()
     delivered: tuple[DeliveredSample, ...] = ()
 
@@ -152,16 +146,6 @@ class Request:
         """Tokens to be computed for it at most: its prompt once, and the output of each row."""
         return len(self.prompt_token_ids) + self.num_rows * (self.params.max_tokens or 0)
 
-    @property
-    def scope(self) -> RequestScope:
-        """What it adds to the identity of its blocks, besides tokens."""
-        return RequestScope(self.tenant_salt, self.adapter, self.attention)
-
-    @property
-    def attention(self) -> AttentionWindow | None:
-        """What its tokens attend to; None where it does not limit that."""
-        return None if self.window is None else AttentionWindow(self.window, self.num_sink_tokens)
-
     def end_ids(self, limits: ModelLimits) -> frozenset[int]:
         """Return the ids that end its outputs."""
         eos = () if self.params.ignore_eos else limits.eos_token_ids
@@ -171,7 +155,7 @@ class Request:
         """Return what each layer group attends to for this request: the smaller window, with its
         own sinks, where both the model and the request have one.
         """
-        own = self.attention
+        own = self.scope.window
         if own is None:
             return layer_groups
         return tuple(window.tighter(own) for window in layer_groups)
@@ -221,9 +205,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     params = request.params
     accepted = f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
     check_integer("priority", request.priority, accepted, -MAX_PRIORITY, MAX_PRIORITY)
-    if not isinstance(request.tenant_salt, str | None):
-        raise InvalidInputError("tenant_salt", request.tenant_salt, "a string, or None")
-    _check_adapter(request.adapter, limits.adapters)
+    _check_scope(request.scope, limits.adapters)
     check_attachments(request.attachments, num_prompt, supported=limits.takes_attachments)
     if request.tenant is not None and not (isinstance(request.tenant, str) and request.tenant):
         raise InvalidInputError("tenant", request.tenant, "a non-empty string, or None")
@@ -231,7 +213,6 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         accepted = f"a number of seconds above 0 and up to {MAX_DEADLINE_S:g}, or None"
         if check_number("deadline_s", request.deadline_s, accepted, 0.0, MAX_DEADLINE_S) == 0.0:
             raise InvalidInputError("deadline_s", request.deadline_s, accepted)
-    _check_window(request)
     check_retention(request.retention, num_prompt)
     check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
@@ -295,15 +276,28 @@ def _fitting_tokens(request: Request, limits: ModelLimits) -> int:
     return max(1, longest + 1 - num_prompt)
 
 
-def _check_window(request: Request) -> None:
+def _check_scope(scope: object, loaded: tuple[Adapter, ...] | None) -> None:
+    if not isinstance(scope, RequestScope):
+        raise InvalidInputError("scope", scope, "a RequestScope")
+    salt: object = scope.tenant_salt
+    if not isinstance(salt, str | None):
+        raise InvalidInputError("tenant_salt", salt, "a string, or None")
+    _check_adapter(scope.adapter, loaded)
+    if scope.window is not None:
+        _check_window(scope.window)
+
+
+def _check_window(window: object) -> None:
+    if not isinstance(window, AttentionWindow):
+        raise InvalidInputError("scope.window", window, "an AttentionWindow, or None")
     accepted = f"an integer from 1 to {MAX_WINDOW}, or None"
-    if request.window is not None:
-        check_integer("window", request.window, accepted, 1, MAX_WINDOW)
+    if window.size is not None:
+        check_integer("window", window.size, accepted, 1, MAX_WINDOW)
     accepted = f"an integer from 0 to {MAX_WINDOW}"
-    check_integer("num_sink_tokens", request.num_sink_tokens, accepted, 0, MAX_WINDOW)
-    if request.window is None and request.num_sink_tokens:
+    check_integer("num_sink_tokens", window.num_sink_tokens, accepted, 0, MAX_WINDOW)
+    if window.size is None and window.num_sink_tokens:
         accepted = "0 where there is no window, since every token is attended to"
-        raise InvalidInputError("num_sink_tokens", request.num_sink_tokens, accepted)
+        raise InvalidInputError("num_sink_tokens", window.num_sink_tokens, accepted)
 
 
 def _check_adapter(adapter: object, loaded: tuple[Adapter, ...] | None) -> None:

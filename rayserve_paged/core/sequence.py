@@ -147,7 +147,7 @@ class SequenceState:
     @property
     def tenant(self) -> str:
         """Who is charged for it; empty where nobody is named."""
-        return self.request.tenant or self.request.tenant_salt or ""
+        return self.request.tenant or self.request.scope.tenant_salt or ""
 
     @property
     def num_known(self) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.attention_window import FULL_ATTENTION, AttentionWindow
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.ids import Row, StepId
 from rayserve_paged.core.sampling_params import SamplingParams
@@ -36,8 +37,7 @@ class RowStart:
             parameters need no history.
         adapter: Weights laid over the model's own.
         attachments: Content behind tokens of the prompt, in their order.
-        window: Of the request.
-        num_sink_tokens: Of the request.
+        window: What its tokens attend to in layers that have no smaller window.
     """
 
     row: Row
@@ -49,8 +49,7 @@ class RowStart:
     history: IntArray | None = None
     adapter: Adapter | None = None
     attachments: tuple[Attachment, ...] = ()
-    window: int | None = None
-    num_sink_tokens: int = 0
+    window: AttentionWindow = FULL_ATTENTION
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rayserve_paged.core import policy, preemption
+from rayserve_paged.core.attention_window import FULL_ATTENTION
 from rayserve_paged.core.ids import BlockId, Row, StepId
 from rayserve_paged.core.running_batch import Flight, RunningBatch, SteadyState
 from rayserve_paged.core.scored_tokens import plan_scores
@@ -247,10 +248,9 @@ class StepPlanner:
                     num_prompt_tokens=sequence.num_prompt,
                     sibling=sequence.sibling,
                     history=self._history(sequence),
-                    adapter=sequence.request.adapter,
+                    adapter=sequence.request.scope.adapter,
                     attachments=sequence.request.attachments,
-                    window=sequence.request.window,
-                    num_sink_tokens=sequence.request.num_sink_tokens,
+                    window=sequence.request.scope.window or FULL_ATTENTION,
                 )
             )
         return tuple(starts)

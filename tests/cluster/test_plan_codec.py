@@ -13,8 +13,10 @@ from hypothesis.extra.numpy import arrays
 
 from rayserve_cluster.plan_codec import FOLLOWER_PARAMS, decode_plan, encode_plan
 from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.attention_window import AttentionWindow
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.ids import Row, StepId
+from rayserve_paged.core.request import MAX_WINDOW
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.step_messages import RowStart, ScoredTokens, StepPlan
 
@@ -35,6 +37,9 @@ def row_starts(draw: st.DrawFn) -> RowStart:
         st.integers(0, 2**40),
         st.integers(1, 2**40),
     )
+    counts = st.integers(0, MAX_WINDOW)
+    sizes = st.none() | st.integers(1, MAX_WINDOW)
+    windows = st.builds(AttentionWindow, sizes, counts)
     return RowStart(
         row=Row(draw(st.integers(0, 2**31 - 1))),
         num_computed=draw(st.integers(0, 2**31 - 1)),
@@ -43,6 +48,7 @@ def row_starts(draw: st.DrawFn) -> RowStart:
         num_prompt_tokens=draw(st.integers(1, 2**31 - 1)),
         adapter=draw(adapters),
         attachments=tuple(draw(st.lists(attachments, max_size=2))),
+        window=draw(windows),
     )
 
 

@@ -25,7 +25,7 @@ from ray_harness import (
 
 from rayserve_cluster.ray_shell import RayShell
 from rayserve_paged.core.attachments import Attachment
-from rayserve_paged.core.block_identity import Adapter
+from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.consumer import Consumer
 from rayserve_paged.core.controller_messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, PinLimitError
@@ -71,7 +71,7 @@ def test_adapters_attachments_and_scores_go_through_every_process(shell: RayShel
             plain,
             request_id=RequestId(f"s{index}"),
             params=dataclasses.replace(plain.params, prompt_logprobs=2),
-            adapter=adapter,
+            scope=RequestScope(adapter=adapter),
             attachments=attachments,
         )
         for index, (adapter, attachments) in enumerate(

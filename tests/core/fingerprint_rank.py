@@ -174,8 +174,7 @@ class FingerprintRank:
             self.slots[new : new + num_slots] = before[first : first + num_slots]
 
     def _windows(self, start: RowStart) -> tuple[AttentionWindow, ...]:
-        own = AttentionWindow(start.window, start.num_sink_tokens)
-        return tuple(window.tighter(own) for window in self.limits.layer_groups)
+        return tuple(window.tighter(start.window) for window in self.limits.layer_groups)
 
     def read(self, row: Row | int, num_tokens: int) -> Slots:
         """Return the slots that a row's token sees, through its table, in all layer groups."""
@@ -292,7 +291,7 @@ def seen(request: Request, tokens: Sequence[int], windows: tuple[AttentionWindow
     positions = np.arange(len(tokens))
     seen = []
     for group, window in enumerate(windows):
-        slots = fingerprints(tokens, positions, request.adapter, request.attachments, group)
+        slots = fingerprints(tokens, positions, request.scope.adapter, request.attachments, group)
         seen.append(slots[visible(len(tokens), window)])
     return np.concatenate(seen)
 

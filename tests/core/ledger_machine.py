@@ -22,7 +22,6 @@ from ledger_requests import (
     LedgerReplica,
     Tracked,
     TrackedRequests,
-    fields_of,
 )
 from replica_driver import R0, TIMEOUTS, make_limits, make_request, make_scope
 from slot_memory import SlotMemory
@@ -166,8 +165,8 @@ class LedgerMachine(RuleBasedStateMachine):
             story[:num_prompt],
             max_tokens,
             request_id=f"q{self.num_submitted}",
-            **fields_of(scope),
             priority=priority,
+            scope=scope,
             temperature=0.0 if greedy else 1.0,
             seed=self.num_submitted,
             n=num_samples,
@@ -211,8 +210,8 @@ class LedgerMachine(RuleBasedStateMachine):
             story[:num_prompt],
             max_tokens,
             request_id=f"q{self.num_submitted}",
-            **fields_of(scope),
             priority=priority,
+            scope=scope,
             beam_width=width,
             length_penalty=ending[0],
             early_stopping=ending[1],

@@ -3,7 +3,6 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from ledger_oracle import Sample
 
@@ -40,16 +39,6 @@ ENDINGS: tuple[tuple[float, bool | str], ...] = (
     (2.0, "never"),
     (-1.0, False),
 )
-
-
-def fields_of(scope: RequestScope) -> dict[str, Any]:
-    """Return what a request of a scope is made with."""
-    return {
-        "tenant_salt": scope.tenant_salt,
-        "adapter": scope.adapter,
-        "window": None if scope.window is None else scope.window.size,
-        "num_sink_tokens": 0 if scope.window is None else scope.window.num_sink_tokens,
-    }
 
 
 @dataclasses.dataclass(eq=False)

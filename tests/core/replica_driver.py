@@ -9,7 +9,7 @@ from fingerprint_rank import FingerprintRank
 from rayserve_paged.core import invariants
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
-from rayserve_paged.core.block_identity import Adapter, BlockScope, extend_chain
+from rayserve_paged.core.block_identity import Adapter, BlockScope, RequestScope, extend_chain
 from rayserve_paged.core.config import BatchConfig, QueuePolicy, TimeoutConfig
 from rayserve_paged.core.consumer import Consumer, StreamUpdate
 from rayserve_paged.core.controller_messages import Placed
@@ -80,6 +80,7 @@ def make_request(
     consumer_id: str = "c0",
     attempt: int = 0,
     priority: int = 0,
+    scope: RequestScope | None = None,
     tenant_salt: str | None = None,
     adapter: Adapter | None = None,
     attachments: tuple[Attachment, ...] = (),
@@ -89,6 +90,8 @@ def make_request(
     **params: float | str | tuple[int, ...] | None,
 ) -> Request:
     fields = {"temperature": 0.0, "seed": 0} | params
+    limited = (window, num_sink_tokens) != (None, 0)
+    attention = AttentionWindow(window, num_sink_tokens) if limited else None
     return Request(
         request_id=RequestId(request_id),
         consumer_id=ConsumerId(consumer_id),
@@ -96,11 +99,8 @@ def make_request(
         prompt_token_ids=tuple(prompt),
         params=SamplingParams(max_tokens=max_tokens, **fields),  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         priority=priority,
-        tenant_salt=tenant_salt,
-        adapter=adapter,
+        scope=RequestScope(tenant_salt, adapter, attention) if scope is None else scope,
         attachments=attachments,
-        window=window,
-        num_sink_tokens=num_sink_tokens,
         retention=retention,
     )
 

@@ -170,12 +170,11 @@ class ReplicaMachine(RunningReplica):
             seed=self.num_submitted,
             window=attention[0],
             num_sink_tokens=attention[1],
+            **IDENTITIES[identity],
             **fields,
         )
         self.num_submitted += 1
-        return dataclasses.replace(
-            request, deadline_s=deadline_s, tenant=consumer, **IDENTITIES[identity]
-        )
+        return dataclasses.replace(request, deadline_s=deadline_s, tenant=consumer)
 
     def open(self, request: Request, poison: tuple[int, int | None] | None) -> None:
         assert request.params.seed is not None

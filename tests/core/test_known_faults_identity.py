@@ -7,7 +7,7 @@ from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.attachments import Attachment
-from rayserve_paged.core.block_identity import Adapter
+from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.request import Request
 
@@ -32,7 +32,7 @@ def test_b04_an_adapter_loaded_anew_under_its_name_reuses_nothing(pipeline_depth
     # What the name "a" stands for, in turn: loaded, loaded anew in place, then another adapter.
     w1, w2, namesake = Adapter("lora-1", "W1"), Adapter("lora-1", "W2"), Adapter("lora-2", "W1")
     runs = [
-        run(driver, dataclasses.replace(request, adapter=adapter))
+        run(driver, dataclasses.replace(request, scope=RequestScope(adapter=adapter)))
         for adapter in (w1, w2, w2, namesake, w1, None)
     ]
     assert [stream.num_cached_tokens for stream in runs] == [0, 0, 24, 0, 24, 0]
@@ -55,9 +55,8 @@ def test_b04_adapters_of_one_batch_do_not_mix() -> None:
 
 def test_b05_an_adapter_does_not_find_what_another_one_left_in_the_cache() -> None:
     driver = ReplicaDriver(make_limits(32, 8))
-    request = make_request(range(32))
     runs = [
-        run(driver, dataclasses.replace(request, adapter=Adapter(adapter_id, "1")))
+        run(driver, make_request(range(32), adapter=Adapter(adapter_id, "1")))
         for adapter_id in ("a", "b", "a")
     ]
     assert [stream.num_cached_tokens for stream in runs] == [0, 0, 24]

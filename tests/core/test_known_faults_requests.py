@@ -17,6 +17,7 @@ from replica_driver import (
     make_request,
 )
 
+from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.errors import CapacityError, DuplicateRequestError, InvalidInputError
 from rayserve_paged.core.ids import ReplicaId
 from rayserve_paged.core.request import FinishReason, admit
@@ -208,7 +209,13 @@ def test_b93_a_poisoned_request_fails_alone(draw: int) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"priority": "high"}, {"priority": math.nan}, {"tenant_salt": 5}, {"prompt_token_ids": ()}],
+    [
+        {"priority": "high"},
+        {"priority": math.nan},
+        {"scope": RequestScope(5)},  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        {"scope": None},
+        {"prompt_token_ids": ()},
+    ],
 )
 def test_b93_a_request_that_admission_cannot_use_is_refused_alone(
     change: dict[str, Any],

@@ -109,7 +109,7 @@ def test_an_empty_prompt_is_refused() -> None:
     ],
 )
 def test_a_priority_or_a_salt_of_another_type_is_refused(change: dict[str, Any]) -> None:
-    request = dataclasses.replace(make_request([1]), **change)
+    request = make_request([1], **change)
     with pytest.raises(InvalidInputError) as refused:
         admit(request, LIMITS)
     assert [refused.value.field] == list(change)
@@ -134,8 +134,8 @@ ADAPTERS = (Adapter("a", "1"), Adapter("b", "1"))
 def test_an_adapter_that_is_not_loaded_is_refused(
     loaded: tuple[Adapter, ...] | None, adapter: object, accepted: str
 ) -> None:
-    change: dict[str, Any] = {"adapter": adapter}
-    request = dataclasses.replace(make_request([1]), **change)
+    unchecked: Any = adapter
+    request = make_request([1], adapter=unchecked)
     with pytest.raises(InvalidInputError) as refused:
         admit(request, dataclasses.replace(LIMITS, adapters=loaded))
     assert refused.value.args == ("adapter", adapter, accepted)
@@ -143,9 +143,9 @@ def test_an_adapter_that_is_not_loaded_is_refused(
 
 @pytest.mark.parametrize("loaded", [None, ADAPTERS])
 def test_an_adapter_that_is_loaded_is_taken(loaded: tuple[Adapter, ...] | None) -> None:
-    request = dataclasses.replace(make_request([1]), adapter=Adapter("b", "1"))
+    request = make_request([1], adapter=Adapter("b", "1"))
     admitted = admit(request, dataclasses.replace(LIMITS, adapters=loaded))
-    assert admitted.adapter == Adapter("b", "1")
+    assert admitted.scope.adapter == Adapter("b", "1")
 
 
 @pytest.mark.parametrize(

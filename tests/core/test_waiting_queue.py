@@ -6,6 +6,7 @@ import pytest
 from replica_driver import ReplicaDriver, make_limits, make_request, make_scope, prompt_keys
 
 from rayserve_paged.core import policy
+from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.config import QueuePolicy
 from rayserve_paged.core.kv_manager import KVManager
@@ -148,7 +149,7 @@ def test_what_a_sequence_did_not_take_is_given_back_to_its_tenant() -> None:
 
 def test_requests_that_name_no_tenant_are_charged_to_their_salt() -> None:
     plain = waiting(0)
-    salted = dataclasses.replace(plain.request, tenant_salt="s")
+    salted = dataclasses.replace(plain.request, scope=RequestScope("s"))
     assert plain.tenant == ""
     assert SequenceState(salted, (), SCOPE.root(), 0, (), 4).tenant == "s"
     named = dataclasses.replace(salted, tenant="t")

@@ -27,11 +27,13 @@ from rayserve_paged.core.replica_messages import PollTokens
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.stream_messages import Delivery
-from rayserve_paged.front_end import FrontEnd, Prompt
+from rayserve_paged.front_end import FrontEnd
 from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.fingerprint import oracle
 from rayserve_paged.model.tokenizer import ByteTokenizer
 from rayserve_paged.outputs import StreamChunk
+from rayserve_paged.prompts import Prompt
+from rayserve_paged.request_options import RequestOptions
 
 R0, LIFE = ReplicaId("r0"), Incarnation(0)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -178,7 +180,7 @@ def test_a_lost_replica_ends_all_samples_of_a_request(shell: CountingShell) -> N
 
 def test_a_stream_of_a_lost_replica_does_not_just_end(shell: CountingShell) -> None:
     async def test(front_end: FrontEnd) -> None:
-        job = front_end.prepare("x", ENDLESS, request_id="mine")
+        job = front_end.prepare("x", ENDLESS, RequestOptions(request_id="mine"))
         stream = front_end.stream(job)
         await anext(stream)
         shell.handle(LoseReplica(R0, LIFE, "gone"))

@@ -20,6 +20,7 @@ from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import SamplingRow
 from rayserve_paged.model.tokenizer import ByteTokenizer
+from rayserve_paged.request_options import RequestOptions
 
 VOCAB_SIZE = 1000
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -57,7 +58,7 @@ def test_b92_two_readers_of_one_deployment_may_use_the_same_id() -> None:
     async def test(shell: InProcessShell) -> None:
         readers = [FrontEnd(shell, ByteTokenizer(VOCAB_SIZE)) for _ in range(2)]
         jobs = [
-            reader.prepare(prompt, GREEDY, request_id="same")
+            reader.prepare(prompt, GREEDY, RequestOptions(request_id="same"))
             for reader, prompt in zip(readers, "xy", strict=True)
         ]
         results = await asyncio.gather(

@@ -145,7 +145,7 @@ def alone(request: Request, config: FingerprintConfig) -> list[tuple[int, ...]]:
 
 def drawn(request: Request, config: FingerprintConfig, sibling: int) -> tuple[int, ...]:
     """Draw a sample from logits that are computed from its tokens alone, without a cache."""
-    params, window = request.params, AttentionWindow(request.window, request.num_sink_tokens)
+    params, window = request.params, request.scope.window or FULL_ATTENTION
     sequence, sampler = FingerprintOracle(config, window=window), Sampler()
     for token_id in request.prompt_token_ids:
         sequence.append(token_id)

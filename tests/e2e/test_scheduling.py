@@ -19,6 +19,7 @@ from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.fingerprint import oracle
 from rayserve_paged.model.tokenizer import ByteTokenizer
 from rayserve_paged.outputs import RequestOutput
+from rayserve_paged.request_options import RequestOptions
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=2000, temperature=0.0)
@@ -73,7 +74,7 @@ async def fill(front_end: FrontEnd) -> list[asyncio.Task[list[RequestOutput]]]:
     """Run as many endless requests as may be there, and wait until each has a token."""
     tasks = []
     for i in range(3):
-        job = front_end.prepare(f"busy {i}", ENDLESS, request_id=f"busy{i}")
+        job = front_end.prepare(f"busy {i}", ENDLESS, RequestOptions(request_id=f"busy{i}"))
         tasks.append(asyncio.create_task(front_end.complete([job])))
         await asyncio.sleep(0)
     return tasks
@@ -113,9 +114,9 @@ def test_what_waits_for_room_can_be_cancelled_and_has_its_deadline(shell: Watche
         while len(shell.submissions) < 3:
             await asyncio.sleep(0.001)
         jobs = [
-            front_end.prepare("cancelled", GREEDY, request_id="cancelled"),
-            front_end.prepare("hurried", GREEDY, deadline_s=0.2),
-            front_end.prepare("in time", GREEDY, deadline_s=100.0),
+            front_end.prepare("cancelled", GREEDY, RequestOptions(request_id="cancelled")),
+            front_end.prepare("hurried", GREEDY, RequestOptions(deadline_s=0.2)),
+            front_end.prepare("in time", GREEDY, RequestOptions(deadline_s=100.0)),
         ]
         waiting = asyncio.create_task(front_end.complete(jobs))
         while len(shell.submissions) < 6:
