@@ -76,6 +76,11 @@ class GroupBlocks:
         sinks, rest = self.block_ids[: self.num_sink_blocks], self.block_ids[self.num_sink_blocks :]
         return [*sinks, *[None] * self.num_trimmed, *rest]
 
+    def held_places(self) -> list[int]:
+        """Return the place of each held block in the sequence."""
+        first = self.num_sink_blocks if self.num_trimmed else 0
+        return [*range(first), *range(first + self.num_trimmed, self.num_places)]
+
     def trim(self, num_computed: int) -> list[BlockId]:
         """Take out the blocks that no token to come reads, and return them."""
         unread = self.window.num_unread_blocks(num_computed, self.block_size)

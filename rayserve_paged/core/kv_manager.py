@@ -35,6 +35,18 @@ class Prefix(NamedTuple):
     partial: PartialMatch | None
 
 
+class _Duplicate(NamedTuple):
+    """What a block holds that filled after another block of equal content was published.
+
+    Args:
+        key: Of its content.
+        content: Given with partial reuse.
+    """
+
+    key: BlockKey
+    content: BlockContent | None
+
+
 class KVManager:
     """The block pool of one tier with its prefix index.
 
@@ -63,15 +75,14 @@ class KVManager:
         self.block_size = block_size
         self.num_layer_groups = num_layer_groups
         pool.remember_evicted(self.index.fingerprint_of)
-        # HELD blocks that filled after another block of equal content was published.
-        self._duplicates: dict[BlockId, BlockKey] = {}
+        self._duplicates: dict[BlockId, _Duplicate] = {}
         # Resets so far.
         self._epoch = 0
 
     @property
     def duplicates(self) -> Mapping[BlockId, BlockKey]:
         """HELD blocks whose content another block was published for, and its key."""
-        return self._duplicates
+        return {block_id: duplicate.key for block_id, duplicate in self._duplicates.items()}
 
     def is_current(self, table: BlockTable) -> bool:
         """Return whether what is computed over a table's blocks may be published: not where the
@@ -210,7 +221,7 @@ class KVManager:
         places = [group.num_sink_blocks + group.num_trimmed for group in table.groups]
         for place, trimmed in zip(places, table.trim(num_computed), strict=True):
             if self._duplicates:
-                self._trade_duplicates(trimmed)
+                self._trade_duplicates(trimmed, range(place, place + len(trimmed)), retention)
             if retention is not None:
                 self.retention.claim(trimmed, place, retention)
             self.pool.release(trimmed)
@@ -255,7 +266,7 @@ class KVManager:
         if layer_group:
             key = group_key(key, layer_group)
         if not self.index.publish(key, block_id):
-            self._duplicates[block_id] = key
+            self._duplicates[block_id] = _Duplicate(key, content)
             return False
         if self._duplicates:
             self._duplicates.pop(block_id, None)
@@ -290,9 +301,7 @@ class KVManager:
         """
         if self._duplicates:
             for group in table.groups:
-                self._trade_duplicates(group.block_ids)
-                if retention is None:
-                    self.retention.use(group.block_ids)
+                self._trade_duplicates(group.block_ids, group.held_places(), retention)
         if retention is not None:
             self.retention.release(table, retention)
         self._release(table)
@@ -327,22 +336,34 @@ class KVManager:
         if self.retention:
             self.retention.forget(block_ids)
 
-    def _trade_duplicates(self, block_ids: list[BlockId]) -> None:
+    def _trade_duplicates(
+        self, block_ids: list[BlockId], places: Sequence[int], retention: RetentionPlan | None
+    ) -> None:
         """Put the published blocks in the place of their duplicates, so that they are released
         with what follows them: a chain whose head lies there since another sequence let go of it
         would be evicted from its head on.
+
+        Args:
+            block_ids: HELD blocks of a table, changed in place.
+            places: Of each of them in the chain.
+            retention: What the table's request asks for; None for nothing.
         """
-        for index, duplicate in enumerate(block_ids):
-            key = self._duplicates.get(duplicate)
-            if key is None:
+        for index, (duplicate, place) in enumerate(zip(block_ids, places, strict=True)):
+            held = self._duplicates.get(duplicate)
+            if held is None:
                 continue
-            published = self.index.block_of(key)
+            published = self.index.block_of(held.key)
             if published is None:
                 # It was evicted meanwhile.
-                self.seal(duplicate, key)
+                self.seal(duplicate, held.key, held.content)
+                if retention is not None:
+                    self.retention.seal(duplicate, place, retention)
                 continue
             self.pool.share([published])
             block_ids[index] = published
             if self.pool.count(duplicate) == 1:
                 del self._duplicates[duplicate]
             self.pool.release([duplicate])
+        if retention is None:
+            # Whoever computed a block that is published elsewhere shares it as of now.
+            self.retention.use(block_ids)

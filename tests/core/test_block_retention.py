@@ -27,15 +27,25 @@ def keys_of(path: Sequence[int]) -> list[BlockKey]:
 
 def begin(kv: KVManager, path: Sequence[int], plan: RetentionPlan | None = None) -> BlockTable:
     """Start and compute a sequence with one token a block."""
-    keys = keys_of(path)
-    table = kv.open([*kv.index.match(keys)], retention=plan)
-    first = table.num_places
-    assert kv.grow(table, len(path)) is not None
-    for place in range(first, len(path)):
-        block_id = table.block_ids[place]
-        if kv.seal(block_id, keys[place]) and plan is not None:
-            kv.retention.seal(block_id, place, plan)
+    table = make_room(kv, path, [*kv.index.match(keys_of(path))], plan)
+    compute(kv, path, table, plan)
     return table
+
+
+def make_room(
+    kv: KVManager, path: Sequence[int], matched: list[BlockId], plan: RetentionPlan | None
+) -> BlockTable:
+    table = kv.open(matched, retention=plan)
+    assert kv.grow(table, len(path)) is not None
+    return table
+
+
+def compute(
+    kv: KVManager, path: Sequence[int], table: BlockTable, plan: RetentionPlan | None
+) -> None:
+    for place, (block_id, key) in enumerate(zip(table.block_ids, keys_of(path), strict=True)):
+        if kv.index.block_of(key) != block_id and kv.seal(block_id, key) and plan is not None:
+            kv.retention.seal(block_id, place, plan)
 
 
 def serve(kv: KVManager, path: Sequence[int], *ranges: RetentionRange) -> list[BlockId]:
@@ -317,20 +327,25 @@ class RetentionMachine(RuleBasedStateMachine):
             ),
             max_size=4,
         ),
+        at_once=st.booleans(),
     )
-    def begin(self, path: list[int], wishes: list[tuple[int, int, float | None]]) -> None:
+    def begin(
+        self, path: list[int], wishes: list[tuple[int, int, float | None]], at_once: bool
+    ) -> None:
         ranges: tuple[RetentionRange, ...] = ()
         start = 0
         for num_tokens, priority, duration_s in wishes:
             ranges += (RetentionRange(start, start + num_tokens, priority, duration_s),)
             start += num_tokens
-        matched = self.kv.index.match(keys_of(path))
+        # One that began before anything of its path was published fills duplicates.
+        matched = [] if at_once else [*self.kv.index.match(keys_of(path))]
         available = self.kv.pool.num_available - self.kv.pool.num_cached_of(matched)
         if len(path) - len(matched) > available:
             return
         plan = RetentionPlan(ranges, 1) if ranges else None
-        table = begin(self.kv, path, plan)
+        table = make_room(self.kv, path, matched, plan)
         self.sweep()
+        compute(self.kv, path, table, plan)
         self.live.append((tuple(path), table, ranges))
 
     @precondition(lambda self: self.live)
@@ -346,12 +361,12 @@ class RetentionMachine(RuleBasedStateMachine):
             if not named:
                 wishes.append((1e9, 35))
             self.wishes.setdefault(path[: place + 1], []).extend(wishes)
-        before = set(self.kv.pool.cached_ids)
         self.num_releases += 1
         self.kv.close(table, RetentionPlan(ranges, 1) if ranges else None)
-        for block_id in set(self.kv.pool.cached_ids) - before:
-            own = self.path_of(block_id)
-            self.released[own] = (self.num_releases, -len(own))
+        cached = {self.path_of(block_id) for block_id in self.kv.pool.cached_ids}
+        for end in range(1, len(path) + 1):
+            if path[:end] in cached:
+                self.released[path[:end]] = (self.num_releases, -end)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 2.0]))
     def let_time_pass(self, seconds: float) -> None:
