@@ -15,7 +15,6 @@ from rayserve_paged.core.errors import (
     PagedError,
     RequestFailedError,
 )
-from rayserve_paged.core.field_checks import check_token_ids
 from rayserve_paged.core.ids import Attempt, ConsumerId, PinId, RequestId
 from rayserve_paged.core.replica_messages import PinPrefix, UnpinPrefix
 from rayserve_paged.core.request import Request, admit
@@ -70,9 +69,6 @@ class FrontEnd:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidInputError("params", params, "SamplingParams, or None")
-        name = options.request_id
-        if name is not None and not (isinstance(name, str) and name):
-            raise InvalidInputError("request_id", name, "a non-empty string, or None")
         shows_logprobs = params.logprobs is not None
         if params.num_siblings > params.n:
             if streaming:
@@ -99,7 +95,7 @@ class FrontEnd:
             retention=options.retention,
         )
         admitted = admit(request, self._deployment.limits)
-        return Job(name or private_id, text, admitted, shows_logprobs)
+        return Job(options.request_id or private_id, text, admitted, shows_logprobs)
 
     async def stream(self, job: Job) -> AsyncGenerator[StreamChunk, None]:
         """Submit a request and yield its chunks; the last one has the output.
@@ -233,21 +229,22 @@ class FrontEnd:
         """Forget the prefix caches of all replicas."""
         await self._deployment.reset_cache()
 
-    async def pin_prefix(self, prompt: Prompt, pin_id: str | None) -> Pin:
+    async def pin_prefix(self, job: Job, pin_id: str | None) -> Pin:
         """Keep the cached blocks of a prompt on every replica that has them.
 
+        Args:
+            job: Of the prompt; it is not submitted.
+            pin_id: The name; None to draw one.
+
         Raises:
-            InvalidInputError: At the prompt or the name.
+            InvalidInputError: At the name.
             PinLimitError: On some replica pins would hold too much; it is pinned on none.
         """
-        _text, token_ids, attachments = tokenize(prompt, self._tokenizer)
-        if attachments:
-            raise InvalidInputError("prompt", prompt, "a prompt without attachments")
-        check_token_ids("prompt", token_ids, self._deployment.limits.vocab_size)
         if pin_id is not None and not (isinstance(pin_id, str) and pin_id):
             raise InvalidInputError("pin_id", pin_id, "a non-empty string, or None")
-        name = PinId(pin_id or secrets.token_hex(8))
-        answers = await self._deployment.pin_prefix(PinPrefix(name, token_ids))
+        name, request = PinId(pin_id or secrets.token_hex(8)), job.request
+        event = PinPrefix(name, request.prompt_token_ids, request.scope, request.attachments)
+        answers = await self._deployment.pin_prefix(event)
         for _replica_id, answer in answers:
             if answer.refused is not None:
                 await self._deployment.unpin_prefix(UnpinPrefix(name))

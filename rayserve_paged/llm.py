@@ -24,15 +24,17 @@ from rayserve_paged.request_options import (
     OptionLists,
     RequestOptions,
     for_each,
+    of_prompt,
     options_for_each,
     with_fields,
 )
+from rayserve_paged.shells import start_deployment, with_absolute_paths
 
 if TYPE_CHECKING:
     from rayserve_cluster.ray_shell import RayShell, ShellStats
     from rayserve_paged.inprocess import InProcessShell
 
-_BUILT_IN_MODELS: Final = ("fingerprint", "smollm2")
+_ONE_TOKEN: Final = SamplingParams(max_tokens=1)
 
 
 class LLM:
@@ -54,6 +56,8 @@ class LLM:
         cache_memory: bytes of it, as a number or as text such as "512MiB".
         partial_reuse: Copy the common slots of a cached block where a prompt diverges inside it,
             and keep the last, partly filled blocks of finished requests for that.
+        max_pinned_share: Share of each pool that pinned prefixes may hold, up to 0.9; 0 by
+            default. Requests must fit into the rest.
         dtype: Of weights and KV: "fp32" (the default), "bf16" or "fp16".
         max_model_len: Most prompt and output tokens; the model's own limit by default.
         max_num_seqs: Sequences that run at once.
@@ -89,6 +93,7 @@ class LLM:
         num_blocks: int | None = None,
         cache_memory: int | str | None = None,
         partial_reuse: bool | None = None,
+        max_pinned_share: float | None = None,
         dtype: Dtype | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -117,6 +122,7 @@ class LLM:
             "cache.num_blocks": num_blocks,
             "cache.memory": cache_memory,
             "cache.partial_reuse": partial_reuse,
+            "cache.max_pinned_share": max_pinned_share,
             "batch.max_num_seqs": max_num_seqs,
             "batch.max_num_batched_tokens": max_num_batched_tokens,
             "batch.pipeline_depth": pipeline_depth,
@@ -135,7 +141,7 @@ class LLM:
             config = load_config(flags=flags)
         elif given:
             raise InvalidInputError(given[0], flags[given[0]], "nothing where `config` is given")
-        self.config = config = _with_absolute_path(config)
+        self.config = config = with_absolute_paths(config)
         source = resolve_model(config.model.model, user_cache_dir())
         # Refused here, it costs no start of a cluster.
         width = config.parallel.tensor_parallel_size
@@ -143,7 +149,7 @@ class LLM:
         # The tokenizer is read while the ranks start.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             loading = pool.submit(load_tokenizer, source)
-            self._deployment: InProcessShell | RayShell = _start(config, shell, address)
+            self._deployment: InProcessShell | RayShell = start_deployment(config, shell, address)
         try:
             self._front_end = FrontEnd(self._deployment, loading.result())
         except BaseException:
@@ -236,12 +242,8 @@ class LLM:
         all_options = options_for_each(len(batch), options, lists)
         jobs = []
         for index, each in enumerate(zip(batch, all_params, all_options, strict=True)):
-            try:
+            with of_prompt(index, len(batch)):
                 jobs.append(self._front_end.prepare(*each))
-            except InvalidInputError as error:
-                if len(batch) > 1:
-                    error.add_note(f"in prompts[{index}]")
-                raise
         return jobs
 
     def stream(
@@ -305,22 +307,31 @@ class LLM:
         self._check_open()
         self._thread.call(self._front_end.reset_cache())
 
-    def pin_prefix(self, prompt: Prompt, pin_id: str | None = None) -> Pin:
+    def pin_prefix(
+        self,
+        prompt: Prompt,
+        pin_id: str | None = None,
+        options: RequestOptions | None = None,
+        **fields: Unpack[OptionFields],
+    ) -> Pin:
         """Keep the blocks of a prompt that are cached now until they are unpinned.
 
         Each replica keeps the full blocks that it has; generate with the prompt first. Needs a
-        `cache.max_pinned_share` above 0. A reset of the cache ends all pins.
+        `max_pinned_share` above 0. A reset of the cache ends all pins.
 
         Args:
-            prompt: As in `generate`, without adapter and attachments.
+            prompt: As in `generate`.
             pin_id: Names the pin; one that is held already stays as it is. None to draw a name.
+            options: As in `generate`: salt, adapter and window of the prompts that begin with it.
+            fields: As in `stream`.
 
         Raises:
-            InvalidInputError: At the prompt or the name.
+            InvalidInputError: At the prompt, the options or the name.
             PinLimitError: On some replica pins would hold more than they may; it is pinned on none.
         """
         self._check_open()
-        return self._thread.call(self._front_end.pin_prefix(prompt, pin_id))
+        job = self._front_end.prepare(prompt, _ONE_TOKEN, with_fields(options, fields))
+        return self._thread.call(self._front_end.pin_prefix(job, pin_id))
 
     def unpin(self, pin_id: str) -> None:
         """Let go of a pin; an unknown name is ignored."""
@@ -360,32 +371,3 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _with_absolute_path(config: DeploymentConfig) -> DeploymentConfig:
-    # Ranks run in other directories.
-    if config.event_log_dir is not None:
-        folder = Path(config.event_log_dir).expanduser().resolve()
-        config = config.model_copy(update={"event_log_dir": str(folder)})
-    path = Path(config.model.model).expanduser()
-    if not path.exists() or config.model.model in _BUILT_IN_MODELS:
-        return config
-    model = config.model.model_copy(update={"model": str(path.resolve())})
-    return config.model_copy(update={"model": model})
-
-
-def _start(
-    config: DeploymentConfig, shell: str, address: str | None
-) -> "InProcessShell | RayShell":
-    # A machine without Ray runs the other shell, and a driver of Ray needs no kernels.
-    if shell == "ray":
-        from rayserve_cluster.ray_shell import RayShell
-
-        return RayShell(config, address)
-    if shell != "inprocess":
-        raise InvalidInputError("shell", shell, "'ray' or 'inprocess'")
-    if address is not None:
-        raise InvalidInputError("address", address, "nothing where shell='inprocess'")
-    from rayserve_paged.inprocess import InProcessShell
-
-    return InProcessShell(config)

@@ -1,13 +1,15 @@
 """How one request is served: a value for each, from keyword arguments for one or for many."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any, Final, TypedDict, TypeVar, cast
 
 from rayserve_paged.core.attention_window import AttentionWindow
 from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.request import check_terms
 from rayserve_paged.core.retention import RetentionRange
 
 _T = TypeVar("_T")
@@ -19,8 +21,6 @@ Retention = tuple[RetentionRange, ...]
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """How one request is served; `SamplingParams` say how its tokens are chosen.
-
-    It is checked with its prompt, by `LLM.validate`, `LLM.generate` or `LLM.stream`.
 
     Args:
         request_id: Unique among the live requests of one `LLM`; None to draw one.
@@ -38,6 +38,10 @@ class RequestOptions:
             once it has ended.
         deadline_s: Seconds from its submission after which it is given up; its output then has
             the tokens until then, and the finish reason "deadline". None for no limit.
+
+    Raises:
+        InvalidInputError: A field is of another type or range. Whether it suits the prompt and
+            the model is checked with these.
     """
 
     request_id: str | None = None
@@ -49,6 +53,14 @@ class RequestOptions:
     num_sink_tokens: int = 0
     retention: Retention = ()
     deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check what depends neither on the prompt nor on the model."""
+        if self.request_id is not None:
+            name: object = self.request_id
+            if not isinstance(name, str) or not name:
+                raise InvalidInputError("request_id", name, "a non-empty string, or None")
+        check_terms(self.priority, self.scope, self.tenant, self.deadline_s)
 
     @property
     def scope(self) -> RequestScope:
@@ -159,13 +171,25 @@ def options_for_each(
         if values is None:
             continue
         field, kinds = _LISTS[name]
-        each: list[object] = for_each(name, values, kinds, num_prompts)
-        for own, value in zip(changes, each, strict=True):
+        new: list[object] = for_each(name, values, kinds, num_prompts)
+        for own, value in zip(changes, new, strict=True):
             own[field] = value
-    return [
-        with_fields(each, cast("OptionFields", own))
-        for each, own in zip(for_all, changes, strict=True)
-    ]
+    changed = []
+    for index, (each, own) in enumerate(zip(for_all, changes, strict=True)):
+        with of_prompt(index, num_prompts):
+            changed.append(with_fields(each, cast("OptionFields", own)))
+    return changed
+
+
+@contextlib.contextmanager
+def of_prompt(index: int, num_prompts: int) -> Iterator[None]:
+    """Note on an InvalidInputError which of several prompts it is about."""
+    try:
+        yield
+    except InvalidInputError as error:
+        if num_prompts > 1:
+            error.add_note(f"in prompts[{index}]")
+        raise
 
 
 def for_each(

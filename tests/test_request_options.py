@@ -17,8 +17,6 @@ def test_salt_adapter_and_window_are_the_scope_of_a_request() -> None:
     assert NO_OPTIONS.scope == RequestScope()
     options = RequestOptions(tenant_salt="s", adapter=adapter, window=8, num_sink_tokens=2)
     assert options.scope == RequestScope("s", adapter, AttentionWindow(8, 2))
-    # Admission refuses it; it must not get lost before.
-    assert RequestOptions(num_sink_tokens=2).scope == RequestScope(window=AttentionWindow(None, 2))
 
 
 def test_fields_replace_those_of_the_options_and_leave_the_others() -> None:
@@ -95,6 +93,39 @@ def test_one_value_is_for_all_prompts_and_a_list_has_one_for_each() -> None:
 def test_a_list_that_does_not_fit_is_refused_by_name(lists: Any, message: str) -> None:  # noqa: ANN401
     with pytest.raises(InvalidInputError, match=message):
         options_for_each(2, None, lists)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"request_id": ""}, "request_id='' .* a non-empty string, or None"),
+        ({"request_id": 7}, "request_id=7 "),
+        ({"priority": "high"}, "priority='high' .* an integer from"),
+        ({"priority": True}, "priority=True "),
+        ({"tenant": ""}, "tenant='' "),
+        ({"tenant": 3}, "tenant=3 "),
+        ({"tenant_salt": b"s"}, "tenant_salt=b's' "),
+        ({"adapter": "a"}, "adapter='a' .* an Adapter, or None"),
+        ({"window": 0}, "window=0 .* an integer from 1"),
+        ({"window": 2.0}, "window=2.0 "),
+        ({"num_sink_tokens": 2}, "num_sink_tokens=2 .* 0 where there is no window"),
+        ({"window": 4, "num_sink_tokens": -1}, "num_sink_tokens=-1 "),
+        ({"deadline_s": 0}, "deadline_s=0 .* seconds above 0"),
+        ({"deadline_s": float("nan")}, "deadline_s=nan "),
+        ({"deadline_s": "5"}, "deadline_s='5' "),
+    ],
+)
+def test_a_value_that_is_none_is_refused_when_it_is_made(fields: Any, message: str) -> None:  # noqa: ANN401
+    with pytest.raises(InvalidInputError, match=f"^{message}"):
+        RequestOptions(**fields)
+    with pytest.raises(InvalidInputError, match=f"^{message}"):
+        with_fields(None, fields)
+
+
+def test_a_refused_value_of_a_list_tells_whose_it_is() -> None:
+    with pytest.raises(InvalidInputError, match="tenant=''") as refused:
+        options_for_each(3, None, {"tenants": ["a", "", "c"]})
+    assert refused.value.__notes__ == ["in prompts[1]"]
 
 
 def test_what_is_no_option_is_refused_by_name() -> None:

@@ -72,6 +72,14 @@ class RequestScope:
     adapter: Adapter | None = None
     window: AttentionWindow | None = None
 
+    def windows(self, layer_groups: tuple[AttentionWindow, ...]) -> tuple[AttentionWindow, ...]:
+        """Return what each layer group attends to for such a request: the smaller window, with
+        its own sinks, where both the model and the request have one.
+        """
+        if self.window is None:
+            return layer_groups
+        return tuple(group.tighter(self.window) for group in layer_groups)
+
 
 NO_SCOPE = RequestScope()
 

@@ -24,18 +24,11 @@ class Pins:
     Args:
         kv: The blocks.
         max_blocks: Blocks that all pins together may hold, each counted once.
-        windows: What each layer group attends to.
     """
 
-    def __init__(
-        self,
-        kv: KVManager,
-        max_blocks: int,
-        windows: Sequence[AttentionWindow] = ONE_FULL_GROUP,
-    ) -> None:
+    def __init__(self, kv: KVManager, max_blocks: int) -> None:
         self._kv = kv
         self._max_blocks = max_blocks
-        self._windows = windows
         self._tables: dict[PinId, BlockTable] = {}
         self._num_pins: Counter[BlockId] = Counter()
 
@@ -54,13 +47,20 @@ class Pins:
         """Blocks that are pinned, each counted once."""
         return len(self._num_pins)
 
-    def pin(self, pin_id: PinId, keys: Sequence[BlockKey], num_tokens: int) -> int:
+    def pin(
+        self,
+        pin_id: PinId,
+        keys: Sequence[BlockKey],
+        num_tokens: int,
+        windows: Sequence[AttentionWindow] = ONE_FULL_GROUP,
+    ) -> int:
         """Hold the blocks of a prefix that are computed now.
 
         Args:
             pin_id: A pin of this name that holds blocks already stays as it is.
             keys: Key chain of the prefix's full blocks.
             num_tokens: Tokens of the prefix.
+            windows: What each layer group attends to for prompts that begin with it.
 
         Returns:
             Tokens of the longest leading part that is found, and kept: a prompt that goes on from
@@ -70,7 +70,7 @@ class Pins:
             PinLimitError: They are too many; none is held.
         """
         if pin_id not in self._tables:
-            places = self._match(keys, num_tokens)
+            places = self._match(keys, num_tokens, windows)
             found = [block_id for block_id in places if block_id is not None]
             num_new = sum(block_id not in self._num_pins for block_id in found)
             if not found:
@@ -78,19 +78,21 @@ class Pins:
             if self.num_blocks + num_new > self._max_blocks:
                 raise PinLimitError(pin_id, num_new, self.num_blocks, self._max_blocks)
             # Who pins asks for nothing yet: the blocks are worth what their requests make of them.
-            self._tables[pin_id] = self._kv.open(places, windows=self._windows, resumes=True)
+            self._tables[pin_id] = self._kv.open(places, windows=windows, resumes=True)
             self._num_pins.update(found)
         table = self._tables[pin_id]
         return table.num_places * table.block_size
 
-    def _match(self, keys: Sequence[BlockKey], num_tokens: int) -> list[BlockId | None]:
+    def _match(
+        self, keys: Sequence[BlockKey], num_tokens: int, windows: Sequence[AttentionWindow]
+    ) -> list[BlockId | None]:
         """Find what longer prompts read of the prefix, and what it reads as a prompt itself.
 
         A prompt computes its last token. Where that takes up the last block, a window before it
         begins one block earlier than the window of what comes after the prefix.
         """
-        longer = self._kv.match(keys, num_tokens + 1, self._windows)
-        itself = self._kv.match(keys, num_tokens, self._windows)
+        longer = self._kv.match(keys, num_tokens + 1, windows)
+        itself = self._kv.match(keys, num_tokens, windows)
         return [
             other if block_id is None else block_id
             for block_id, other in zip_longest(longer, itself)

@@ -81,7 +81,7 @@ class Replica:
             partial_reuse=partial_reuse,
             num_layer_groups=len(limits.layer_groups),
         )
-        self.pins = Pins(self.kv, limits.max_pinned_blocks, limits.layer_groups)
+        self.pins = Pins(self.kv, limits.max_pinned_blocks)
         self.batcher = Batcher(
             self.kv,
             batch.max_num_seqs,
@@ -385,9 +385,12 @@ class Replica:
         self.pins.clear()
 
     def _pin(self, event: PinPrefix) -> PinAnswered:
-        keys = extend_chain(self.scope.root(), event.token_ids, self.limits.block_size)
+        limits, token_ids = self.limits, event.token_ids
+        root = self.scope.root(event.scope)
+        keys = extend_chain(root, token_ids, limits.block_size, event.attachments)
+        windows = event.scope.windows(limits.layer_groups)
         try:
-            num_tokens = self.pins.pin(event.pin_id, keys, len(event.token_ids))
+            num_tokens = self.pins.pin(event.pin_id, keys, len(token_ids), windows)
         except PinLimitError as error:
             return PinAnswered(event.pin_id, 0, error)
         return PinAnswered(event.pin_id, num_tokens, None)

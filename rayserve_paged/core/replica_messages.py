@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.block_identity import NO_SCOPE, RequestScope
 from rayserve_paged.core.errors import PinLimitError
 from rayserve_paged.core.ids import (
     Attempt,
@@ -103,12 +105,15 @@ class PinPrefix:
 
     Args:
         pin_id: Names the pin.
-        token_ids: The prefix; its full blocks that are computed now are kept, in the scope of
-            requests without adapter, attachments and salt.
+        token_ids: The prefix; its full blocks that are computed now are kept.
+        scope: Of the requests that begin with it.
+        attachments: Content behind its tokens, in their order.
     """
 
     pin_id: PinId
     token_ids: tuple[int, ...]
+    scope: RequestScope = NO_SCOPE
+    attachments: tuple[Attachment, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -152,13 +152,8 @@ class Request:
         return frozenset((*eos, *self.params.stop_token_ids))
 
     def windows(self, layer_groups: tuple[AttentionWindow, ...]) -> tuple[AttentionWindow, ...]:
-        """Return what each layer group attends to for this request: the smaller window, with its
-        own sinks, where both the model and the request have one.
-        """
-        own = self.scope.window
-        if own is None:
-            return layer_groups
-        return tuple(window.tighter(own) for window in layer_groups)
+        """Return what each layer group attends to for this request."""
+        return self.scope.windows(layer_groups)
 
     def num_blocks_needed(self, limits: ModelLimits) -> int:
         """Return the blocks that one of its samples, or all of its beams, need at once, at their
@@ -203,16 +198,9 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     """
     num_prompt = len(request.prompt_token_ids)
     params = request.params
-    accepted = f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
-    check_integer("priority", request.priority, accepted, -MAX_PRIORITY, MAX_PRIORITY)
-    _check_scope(request.scope, limits.adapters)
+    check_terms(request.priority, request.scope, request.tenant, request.deadline_s)
+    _check_loaded(request.scope.adapter, limits.adapters)
     check_attachments(request.attachments, num_prompt, supported=limits.takes_attachments)
-    if request.tenant is not None and not (isinstance(request.tenant, str) and request.tenant):
-        raise InvalidInputError("tenant", request.tenant, "a non-empty string, or None")
-    if request.deadline_s is not None:
-        accepted = f"a number of seconds above 0 and up to {MAX_DEADLINE_S:g}, or None"
-        if check_number("deadline_s", request.deadline_s, accepted, 0.0, MAX_DEADLINE_S) == 0.0:
-            raise InvalidInputError("deadline_s", request.deadline_s, accepted)
     check_retention(request.retention, num_prompt)
     check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
@@ -276,15 +264,30 @@ def _fitting_tokens(request: Request, limits: ModelLimits) -> int:
     return max(1, longest + 1 - num_prompt)
 
 
-def _check_scope(scope: object, loaded: tuple[Adapter, ...] | None) -> None:
+def check_terms(priority: object, scope: object, tenant: object, deadline_s: object) -> None:
+    """Check of a request what depends neither on its prompt nor on its model.
+
+    Raises:
+        InvalidInputError: Naming the field.
+    """
+    accepted = f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+    check_integer("priority", priority, accepted, -MAX_PRIORITY, MAX_PRIORITY)
     if not isinstance(scope, RequestScope):
         raise InvalidInputError("scope", scope, "a RequestScope")
     salt: object = scope.tenant_salt
     if not isinstance(salt, str | None):
         raise InvalidInputError("tenant_salt", salt, "a string, or None")
-    _check_adapter(scope.adapter, loaded)
+    adapter: object = scope.adapter
+    if not isinstance(adapter, Adapter | None):
+        raise InvalidInputError("adapter", adapter, "an Adapter, or None")
     if scope.window is not None:
         _check_window(scope.window)
+    if tenant is not None and not (isinstance(tenant, str) and tenant):
+        raise InvalidInputError("tenant", tenant, "a non-empty string, or None")
+    if deadline_s is not None:
+        accepted = f"a number of seconds above 0 and up to {MAX_DEADLINE_S:g}, or None"
+        if check_number("deadline_s", deadline_s, accepted, 0.0, MAX_DEADLINE_S) == 0.0:
+            raise InvalidInputError("deadline_s", deadline_s, accepted)
 
 
 def _check_window(window: object) -> None:
@@ -300,12 +303,8 @@ def _check_window(window: object) -> None:
         raise InvalidInputError("num_sink_tokens", window.num_sink_tokens, accepted)
 
 
-def _check_adapter(adapter: object, loaded: tuple[Adapter, ...] | None) -> None:
-    if adapter is None:
-        return
-    if not isinstance(adapter, Adapter):
-        raise InvalidInputError("adapter", adapter, "an Adapter, or None")
-    if loaded is not None and adapter not in loaded:
+def _check_loaded(adapter: Adapter | None, loaded: tuple[Adapter, ...] | None) -> None:
+    if adapter is not None and loaded is not None and adapter not in loaded:
         names = ", ".join(f"{one.adapter_id!r} of version {one.version!r}" for one in loaded)
         accepted = f"None, or one that is loaded ({names or 'there is none'})"
         raise InvalidInputError("adapter", adapter, accepted)

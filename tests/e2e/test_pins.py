@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from fingerprint_llm import greedy
 
-from rayserve_paged import LLM, SamplingParams
+from rayserve_paged import LLM, Adapter, Attachment, RequestOptions, SamplingParams
 from rayserve_paged.block_picture import block_picture, legend
 from rayserve_paged.core.config import BatchConfig, CacheConfig, DeploymentConfig, ModelConfig
 from rayserve_paged.core.errors import CapacityError, InvalidInputError, PinLimitError
@@ -69,6 +69,47 @@ def test_a_reset_ends_pins_and_nonsense_is_refused(llm: LLM) -> None:
         llm.pin_prefix(SYSTEM, "")
     with pytest.raises(InvalidInputError, match="prompt"):
         llm.pin_prefix([1, -1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        RequestOptions(tenant_salt="a"),
+        RequestOptions(adapter=Adapter("a", "1")),
+        RequestOptions(window=6, num_sink_tokens=2),
+    ],
+)
+def test_what_is_pinned_for_some_requests_is_there_for_those_alone(
+    llm: LLM, options: RequestOptions
+) -> None:
+    llm.generate([SYSTEM, SYSTEM], params(), [options, RequestOptions()])
+    assert dict(llm.pin_prefix(SYSTEM, "own", options).num_tokens) == {"r0": 8}
+    for start in range(100, 220, 30):
+        llm.generate(list(range(start, start + 30)), params(4))
+    outputs = llm.generate([SYSTEM, SYSTEM], params(), [options, RequestOptions()])
+    assert [output.num_cached_tokens for output in outputs] == [8, 0]
+    llm.unpin("own")
+    assert num_pinned(llm) == 0
+
+
+def test_a_prompt_with_attachments_is_pinned_with_them(llm: LLM) -> None:
+    prompts = [
+        {"prompt_token_ids": SYSTEM, "attachments": [Attachment(bytes(15) + last, 2, 4)]}
+        for last in (b"1", b"2")
+    ]
+    llm.generate(prompts, params())
+    assert dict(llm.pin_prefix(prompts[0]).num_tokens) == {"r0": 8}
+    for start in range(100, 220, 30):
+        llm.generate(list(range(start, start + 30)), params(4))
+    outputs = llm.generate(prompts, params())
+    assert [output.num_cached_tokens for output in outputs] == [8, 0]
+
+
+def test_a_share_for_pins_may_be_given_with_the_other_settings() -> None:
+    with LLM(
+        "fingerprint", shell="inprocess", block_size=4, num_blocks=12, max_pinned_share=0.5
+    ) as llm:
+        assert llm.limits.max_pinned_blocks == 6
 
 
 def test_a_default_pool_serves_the_models_length_beside_its_pins() -> None:
