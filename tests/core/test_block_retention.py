@@ -63,7 +63,7 @@ def new_manager(num_blocks: int = 16) -> KVManager:
 
 
 def order(kv: KVManager) -> list[int]:
-    invariants.check_retention(kv)
+    invariants.check_retention(invariants.PoolView(kv.pool), kv)
     return list(kv.pool.cached_ids)
 
 
@@ -378,7 +378,7 @@ class RetentionMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_lowest_priority_goes_first_and_a_tail_before_its_head(self) -> None:
-        invariants.check_retention(self.kv)
+        invariants.check_retention(invariants.PoolView(self.kv.pool), self.kv)
         cached = [self.path_of(block_id) for block_id in self.kv.pool.cached_ids]
         for path in cached:
             block_id = self.kv.index.block_of(keys_of(path)[-1])

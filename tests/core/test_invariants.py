@@ -85,5 +85,5 @@ def test_a_cached_block_without_a_key_is_found() -> None:
     driver = ReplicaDriver(make_limits(num_blocks=8))
     driver.generate(make_request(range(8), 1))
     driver.replica.kv.index.remove([BlockId(0)])
-    with pytest.raises(LedgerError, match="is CACHED, has no key"):
+    with pytest.raises(LedgerError, match="are CACHED, have no key"):
         invariants.check(driver.replica)

@@ -114,7 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.cached -= set(evicted)
         assert num_free or [new] == evicted, "free first, then in order"
         tables = [writer.table.block_ids for writer in self.writers]
-        invariants.check_pool(self.pool, tables, copy_sources=[[old]])
+        invariants.check_pool(invariants.PoolView(self.pool), tables, copy_sources=[[old]])
         for offset in range(num_filled):
             self.memory[new * self.block_size + offset] = self.memory[
                 old * self.block_size + offset
@@ -182,8 +182,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_ledger_agrees_with_its_holders(self) -> None:
-        invariants.check_pool(self.pool, [writer.table.block_ids for writer in self.writers])
-        invariants.check_index(self.pool, self.kv.index)
+        view = invariants.PoolView(self.pool)
+        invariants.check_pool(view, [writer.table.block_ids for writer in self.writers])
+        invariants.check_index(view, self.kv.index)
         assert set(self.pool.cached_ids) == self.cached
         assert all(self.pool.count(block_id) for block_id in self.kv.duplicates)
         published, evicted = self.kv.index.take_changes()

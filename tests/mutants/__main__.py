@@ -1,16 +1,16 @@
-"""Plants faults in copies of the core and shows that the fast tests catch each: `make mutants`."""
+"""Plants faults in the core and shows that its fast tests catch each: `make mutants`."""
 
 import argparse
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatch
+from pathlib import Path
 
 from equivalents import EQUIVALENTS
 from faults import Fault, choose
 from mutation_choice import all_faults
-from trials import Outcome, run_all
+from trials import ROOT, HarnessError, Outcome, Trials, collect_and_try
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,10 +41,41 @@ def describe(fault: Fault) -> str:
     return f"{fault.name:60} {place}: {fault.before[:60]} -> {fault.after[:60]}"
 
 
-def report(number: int, total: int, fault: Fault, result: Outcome) -> None:
-    verdict = f"caught by {result.caught_by}" if result.caught_by else "SURVIVED"
-    print(f"{number:4}/{total} {result.seconds:5.1f} s  {describe(fault)}")
-    print(f"{'':15} {verdict}", flush=True)
+def files_of(options: argparse.Namespace) -> list[Path]:
+    if options.tests is None:
+        return [ROOT / "tests/core"]
+    return [ROOT / f"tests/core/{name}.py" for name in options.tests]
+
+
+class Report:
+    """Prints what becomes of each fault, and counts."""
+
+    def __init__(self, num_faults: int) -> None:
+        self.num_faults = num_faults
+        self.outcomes: list[Outcome] = []
+
+    def add(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        place = f"{len(self.outcomes):4}/{self.num_faults}"
+        print(f"{place} {outcome.seconds:5.1f} s  {describe(outcome.fault)}")
+        verdict = f"caught by {outcome.caught_by}" if outcome.caught_by else "SURVIVED"
+        print(f"{'':15} {verdict}, of {outcome.num_tests} tests that run it", flush=True)
+
+    @property
+    def survivors(self) -> list[Fault]:
+        return [outcome.fault for outcome in self.outcomes if outcome.caught_by is None]
+
+    def sum_up(self, seconds: float) -> None:
+        faults = [outcome.fault for outcome in self.outcomes]
+        print(
+            f"{len(faults)} faults of {len({fault.rule for fault in faults})} rules "
+            f"in {len({fault.path for fault in faults})} modules: "
+            f"{len(faults) - len(self.survivors)} caught, {len(self.survivors)} survived; "
+            f"{len(EQUIVALENTS)} places are left out, where a rule changes nothing; "
+            f"{seconds:.0f} s"
+        )
+        for fault in self.survivors:
+            print(f"SURVIVED {describe(fault)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,29 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no fault is named {options.only}")
         return 2
     start = time.monotonic()
-    survivors: list[Fault] = []
-    number = 0
-    # First the package as it is, whose tests must pass.
-    for result in run_all([None, *faults], options.workers, options.tests):
-        if result.fault is None:
-            if result.caught_by is not None:
-                print(f"{result.output}\nthe tests fail without a fault: {result.caught_by}")
-                return 2
-            continue
-        number += 1
-        report(number, len(faults), result.fault, result)
-        if result.caught_by is None:
-            survivors.append(result.fault)
-    rules = Counter(fault.rule for fault in faults)
-    print(
-        f"{len(faults)} faults of {len(rules)} rules in {len({f.path for f in faults})} modules: "
-        f"{len(faults) - len(survivors)} caught, {len(survivors)} survived; "
-        f"{len(EQUIVALENTS)} places are left out, where a rule changes nothing; "
-        f"{time.monotonic() - start:.0f} s"
-    )
-    for fault in survivors:
-        print(f"SURVIVED {describe(fault)}")
-    return 1 if survivors else 0
+    report = Report(len(faults))
+    try:
+        collect_and_try(Trials(faults, options.workers, report.add), files_of(options))
+    except HarnessError as error:
+        print(error)
+        return 2
+    report.sum_up(time.monotonic() - start)
+    return 1 if report.survivors else 0
 
 
 if __name__ == "__main__":

@@ -87,7 +87,9 @@ class Fault:
         name: `module.Class.function:rule:number`.
         rule: Name of its rule.
         path: Of the module, relative to the package's parent.
+        function: `Class.function`.
         line: Line number.
+        statement_line: Of the innermost statement that the place is in.
         source_line: What stands in that line.
         before: What stands there.
         after: What stands there instead.
@@ -97,7 +99,9 @@ class Fault:
     name: str
     rule: str
     path: Path
+    function: str
     line: int
+    statement_line: int
     source_line: str
     before: str
     after: str
@@ -134,7 +138,9 @@ def faults_of(path: Path, package_parent: Path, rules: Sequence[Rule]) -> list[F
                         name=f"{qualified}:{rule.name}:{number}",
                         rule=rule.name,
                         path=path,
+                        function=name,
                         line=edit.node.lineno,
+                        statement_line=_statement_line(function, edit.node.lineno),
                         source_line=lines[edit.node.lineno - 1].strip(),
                         before=" ".join(source.of(edit.node).split()),
                         after=" ".join(edit.text.split()),
@@ -142,6 +148,14 @@ def faults_of(path: Path, package_parent: Path, rules: Sequence[Rule]) -> list[F
                     )
                 )
     return found
+
+
+def _statement_line(function: ast.FunctionDef, line: int) -> int:
+    return max(
+        each.lineno
+        for each in ast.walk(function)
+        if isinstance(each, ast.stmt) and each.lineno <= line <= (each.end_lineno or line)
+    )
 
 
 def choose(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:

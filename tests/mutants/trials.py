@@ -1,69 +1,38 @@
-"""Runs the fast tests of the core on copies of the package that have one fault each.
+"""Tries faults: each in a fork of one pytest session, which has collected the tests of the core.
 
-Each copy has a process of its own, forked from this one, which has loaded all that the tests need
-but the package itself.
+A first fork runs all tests and records what each runs of the faulty modules. A fault's fork then
+runs only the tests that run its place, the shortest first, until one fails.
 """
 
+import gc
 import os
-import re
+import pickle
 import resource
-import shutil
 import signal
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
+from typing import IO
 
-import hypothesis.stateful
-import numpy.typing
-import pydantic
 import pytest
 from faults import Fault
+from planting import plant
+from reach import Reach, Recorder, shortest_first
+
+Tell = Callable[[bytes], None]
 
 ROOT = Path(__file__).parents[2]
 CORE = Path("rayserve_paged/core")
-CPU_LIMIT_S = 120
-"""A fault may turn a loop into an endless one; without one the tests take 30 s of a core."""
 
+_FAILED = 1
+_BROKEN = 2
 _MAX_MEMORY_BYTES = 4 << 30
-_WARM = (hypothesis.stateful, numpy.typing, pydantic)
-_POLL_S = 0.02
-
-# After the tests of the module itself: those that see most first, and the long ones last.
-_FIRST = (
-    "test_kv_manager",
-    "test_batcher",
-    "test_ledger_machine",
-    "test_known_faults_forks",
-    "test_known_faults_in_flight",
-    "test_known_faults_ledger",
-    "test_known_faults_identity",
-    "test_known_faults_scheduling",
-    "test_partial_reuse",
-    "test_replica",
-    "test_several_steps",
-    "test_pool_machine",
-)
-_LAST = ("test_known_faults_requests", "test_replica_machine")
-# Run where the fault is in what they are about.
-_ABOUT_OTHER_THINGS = (
-    "test_config",
-    "test_consumer",
-    "test_controller",
-    "test_controller_machine",
-    "test_directory",
-    "test_errors",
-    "test_eviction",
-    "test_mutants",
-    "test_outbox",
-    "test_purity",
-    "test_request",
-)
-# Collecting takes longer than most tests: few files first.
-_FIRST_STAGE = 4
+# A fault may turn a loop into an endless one.
+_SPARE_S, _TIMES_AS_LONG = 5.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -71,157 +40,186 @@ class Outcome:
     """What became of a fault.
 
     Args:
-        fault: The fault; None for the package as it is.
+        fault: The fault.
         caught_by: The first test that failed; None where none did.
-        seconds: How long that took.
-        output: What pytest printed last.
+        num_tests: How many tests run its place.
+        seconds: How long it took to find out.
     """
 
-    fault: Fault | None
+    fault: Fault
     caught_by: str | None
+    num_tests: int
     seconds: float
-    output: str = field(repr=False)
 
 
-def stages_of(module: str) -> list[list[str]]:
-    """The fast tests of the core, those that catch a fault of this module soonest first."""
-    names = {path.stem for path in (ROOT / "tests/core").glob("test_*.py")}
-    own = sorted(name for name in names if name.startswith(f"test_{module}"))
-    others = sorted(names - {*own, *_FIRST, *_LAST, *_ABOUT_OTHER_THINGS})
-    order = [name for name in dict.fromkeys([*own, *_FIRST, *others, *_LAST]) if name in names]
-    return [order[:_FIRST_STAGE], order[_FIRST_STAGE:]]
+class HarnessError(Exception):
+    """Faults cannot be tried."""
 
 
-def copy_tree(target: Path) -> None:
-    """Copy what the tests of the core need, compiled files included."""
-    ignored = shutil.ignore_patterns(".hypothesis", ".pytest_cache")
-    for name in ("rayserve_paged", "tests/core"):
-        shutil.copytree(ROOT / name, target / name, ignore=ignored)
-    for name in ("tests/conftest.py", "pyproject.toml"):
-        shutil.copy2(ROOT / name, target / name)
-
-
-def sow(fault: Fault, target: Path) -> None:
-    """Write the faulty module over its copy."""
-    path = target / fault.path
-    path.write_text(fault.text)
-    # Of the same size and second: the compiled right module would be taken for it.
-    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-        compiled.unlink()
-
-
-def run_all(
-    faults: Iterable[Fault | None], workers: int, tests: list[str] | None = None
-) -> Iterator[Outcome]:
-    """Try faults; yield what became of each as it ends.
+class Trials:
+    """Plugin of pytest that tries faults instead of running the tests once.
 
     Args:
-        faults: The faults; None for the package as it is.
-        workers: How many are tried at a time.
-        tests: Names of the test files; None for those that are about the faulty module.
+        faults: The faults.
+        num_workers: How many are tried at a time.
+        report: Takes each outcome.
     """
-    # An end by signal shall take the trials along.
-    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
-    waiting = iter(faults)
-    running: dict[int, _Trial] = {}
-    exhausted = False
-    try:
-        while running or not exhausted:
-            while len(running) < workers and not exhausted:
-                fault = next(waiting, _END)
-                if isinstance(fault, _End):
-                    exhausted = True
-                else:
-                    trial = _Trial(fault, tests)
-                    running[trial.begin()] = trial
-            for pid, trial in list(running.items()):
-                if trial.has_ended(pid):
-                    del running[pid]
-                    yield trial.outcome()
-            time.sleep(_POLL_S)
-    finally:
-        for pid, trial in running.items():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            trial.folder.cleanup()
 
+    def __init__(
+        self, faults: Sequence[Fault], num_workers: int, report: Callable[[Outcome], None]
+    ) -> None:
+        self._faults = faults
+        self._num_workers = num_workers
+        self._report = report
+        self._has_failed = False
+        self.error: HarnessError | None = None
 
-class _End:
-    pass
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a failure."""
+        self._has_failed |= report.failed
 
-
-_END = _End()
-
-
-class _Trial:
-    """One fault in one process."""
-
-    def __init__(self, fault: Fault | None, tests: list[str] | None) -> None:
-        self._fault = fault
-        module = "kv_manager" if fault is None else fault.path.stem
-        self._stages = stages_of(module) if tests is None else [tests]
-        self.folder = tempfile.TemporaryDirectory(prefix="mutant-")
-        self._target = Path(self.folder.name)
-        self._output = self._target / "output"
-        self._start = time.monotonic()
-        self._status = 0
-
-    def begin(self) -> int:
-        copy_tree(self._target)
-        if self._fault is not None:
-            sow(self._fault, self._target)
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            self._run()
-        return pid
-
-    def has_ended(self, pid: int) -> bool:
-        ended, self._status = os.waitpid(pid, os.WNOHANG)
-        return ended == pid
-
-    def outcome(self) -> Outcome:
-        output = self._output.read_text(errors="replace")
-        self.folder.cleanup()
-        failed = re.findall(r"^(?:FAILED|ERROR) (?:tests/core/)?(\S+)", output, re.MULTILINE)
-        caught_by = None
-        if os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == signal.SIGXCPU:
-            caught_by = f"the clock: no end after {CPU_LIMIT_S} s of a core"
-        elif self._status:
-            caught_by = failed[0] if failed else f"pytest, which ended with {self._status}"
-        return Outcome(self._fault, caught_by, time.monotonic() - self._start, output[-4000:])
-
-    def _run(self) -> None:
-        """Run the tests and end the process; never returns."""
-        code = 1
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Try the faults with the tests that were collected."""
+        # What is there already is not looked at, and so not copied, in any fork.
+        gc.freeze()
         try:
-            resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-            resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 5))
-            output = os.open(self._output, os.O_WRONLY | os.O_CREAT)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.chdir(self._target)
-            os.environ["PYTHONPATH"] = str(self._target)
-            os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(self._target / ".hypothesis")
-            sys.dont_write_bytecode = True
-            sys.path.insert(0, str(self._target))
-            for names in self._stages:
-                code = _pytest([f"tests/core/{name}.py" for name in names])
-                if code:
-                    break
-        except BaseException:
-            traceback.print_exc()
-            raise
+            if session.testsfailed:
+                raise HarnessError("the tests cannot be collected")
+            self._try_all(session.items, self._reaches(session.items))
+        except HarnessError as error:
+            self.error = error
+        return True
+
+    def _reaches(self, items: list[pytest.Item]) -> list[Reach]:
+        """Return what each test runs of the modules that have faults."""
+        fork = _Fork(lambda tell: self._record(items, tell))
+        _pid, status = os.waitpid(fork.pid, 0)
+        failed, told = fork.end(status)
+        if failed is not None:
+            raise HarnessError(f"the tests fail without a fault: {failed}")
+        reaches: list[Reach] = pickle.loads(told)
+        return reaches
+
+    def _try_all(self, items: list[pytest.Item], reaches: list[Reach]) -> None:
+        waiting = iter(self._faults)
+        running: dict[int, tuple[_Fork, Fault, int]] = {}
+        try:
+            while True:
+                for fault in waiting:
+                    numbers = shortest_first(reaches, fault)
+                    tests = {items[number]: reaches[number].seconds for number in numbers}
+                    fork = _Fork(lambda tell: self._try(fault, tests, tell))  # noqa: B023
+                    running[fork.pid] = fork, fault, len(tests)
+                    if len(running) == self._num_workers:
+                        break
+                if not running:
+                    return
+                pid, status = os.wait()
+                fork, fault, num_tests = running.pop(pid)
+                failed, _told = fork.end(status)
+                self._report(Outcome(fault, failed, num_tests, fork.seconds))
         finally:
-            sys.stdout.flush()
-            os._exit(code)
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _record(self, items: list[pytest.Item], tell: Tell) -> bool:
+        recorder = Recorder(ROOT, {fault.path for fault in self._faults})
+        reaches = []
+        for item, following in zip_longest(items, items[1:]):
+            tell(item.nodeid.encode())
+            reaches.append(recorder.record(lambda: _run(item, following)))  # noqa: B023
+            if self._has_failed:
+                return False
+        tell(pickle.dumps(reaches))
+        return True
+
+    def _try(self, fault: Fault, tests: dict[pytest.Item, float], tell: Tell) -> bool:
+        plant(fault.path, fault.text, fault.function)
+        items = list(tests)
+        for item, following in zip_longest(items, items[1:]):
+            tell(item.nodeid.encode())
+            # Ends the process where nothing else does.
+            signal.setitimer(signal.ITIMER_PROF, _SPARE_S + _TIMES_AS_LONG * tests[item])
+            _run(item, following)
+            if self._has_failed:
+                return False
+        return True
 
 
-def _pytest(files: list[str]) -> int:
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider"]
-    options += ["-m", "not slow and not prove and not gpu", "--timeout=0"]
+def _run(item: pytest.Item, following: pytest.Item | None) -> None:
+    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+
+class _Fork:
+    """A fork of this process that runs tests, and tells which one it runs or what it found.
+
+    Args:
+        work: Returns whether all tests passed.
+    """
+
+    def __init__(self, work: Callable[[Tell], bool]) -> None:
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._start = time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = _BROKEN
+            try:
+                _limit()
+                status = 0 if work(self._tell) else _FAILED
+            except BaseException:
+                self._tell(traceback.format_exc().encode())
+            finally:
+                os._exit(status)
+
+    def _tell(self, message: bytes) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.write(message)
+        self._file.flush()
+
+    def end(self, status: int) -> tuple[str | None, bytes]:
+        """Return which test failed, and what the fork, which has ended, told last.
+
+        Raises:
+            HarnessError: The fork could not run the tests.
+        """
+        with self._file as file:
+            file.seek(0)
+            told = file.read()
+        code = os.waitstatus_to_exitcode(status)
+        if code == _BROKEN:
+            raise HarnessError(told.decode())
+        if code == 0:
+            return None, told
+        ends = {-signal.SIGPROF: ", which does not end", _FAILED: ""}
+        return told.decode() + ends.get(code, f", which ends the process with {code}"), told
+
+    @property
+    def seconds(self) -> float:
+        """Time since it began."""
+        return time.monotonic() - self._start
+
+
+def _limit() -> None:
+    """Run as tests do whose output nobody reads, and that take too much."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def collect_and_try(trials: Trials, files: list[Path]) -> None:
+    """Collect the fast tests of some files, and try the faults with them.
+
+    Raises:
+        HarnessError: They cannot be collected, fail without a fault, or a fault has no place.
+    """
+    signal.signal(signal.SIGTERM, lambda _number, _frame: pytest.exit("told to end"))
+    options = ["-qqs", "--no-summary", "-p", "no:cacheprovider", "--timeout=0"]
+    options += ["-m", "not slow and not prove and not gpu", "--rootdir", str(ROOT)]
     options += ["--hypothesis-profile=no-shrinking"]
-    # What is loaded before the fork cannot have its assertions rewritten, and has none of ours.
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    return int(pytest.main([*options, *files]))
+    status = pytest.main([*options, *map(str, files)], plugins=[trials])
+    if trials.error is not None or status:
+        raise trials.error or HarnessError(f"pytest ended with {status!r}")
