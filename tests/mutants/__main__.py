@@ -9,7 +9,7 @@ from pathlib import Path
 
 from equivalents import EQUIVALENTS
 from faults import Fault, choose
-from mutation_choice import all_faults
+from mutation_choice import every_place, without_equivalents
 from trials import ROOT, HarnessError, Outcome, Trials, collect_and_try
 
 
@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[Fault]:
-    faults = all_faults()
+    faults = without_equivalents(every_place())
     if options.only:
         return [fault for fault in faults if fnmatch(fault.name, options.only)]
     return faults if options.all else choose(faults, options.count, options.seed)
@@ -58,7 +58,9 @@ class Report:
         self.outcomes.append(outcome)
         place = f"{len(self.outcomes):4}/{self.num_faults}"
         print(f"{place} {outcome.seconds:5.1f} s  {describe(outcome.fault)}")
-        verdict = f"caught by {outcome.caught_by}" if outcome.caught_by else "SURVIVED"
+        verdict = "SURVIVED"
+        if outcome.caught_by is not None:
+            verdict = f"caught by {outcome.caught_by.removeprefix('tests/core/')}"
         print(f"{'':15} {verdict}, of {outcome.num_tests} tests that run it", flush=True)
 
     @property

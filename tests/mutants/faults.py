@@ -6,6 +6,7 @@ wrongly. It applies to every function whose name it matches, whoever adds that f
 
 import ast
 import dataclasses
+import functools
 import random
 import re
 from collections import defaultdict
@@ -25,8 +26,9 @@ class Source:
     """Text of a module, and the text of its nodes."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
+        self.lines = text.splitlines()
         self.tree = ast.parse(text)
+        self._encoded = text.encode()
         self._starts = [0]
         for line in text.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line.encode()))
@@ -40,12 +42,11 @@ class Source:
 
     def of(self, node: ast.expr | ast.stmt) -> str:
         start, end = self.span(node)
-        return self.text.encode()[start:end].decode()
+        return self._encoded[start:end].decode()
 
     def replaced(self, edit: Edit) -> str:
         start, end = self.span(edit.node)
-        encoded = self.text.encode()
-        return (encoded[:start] + edit.text.encode() + encoded[end:]).decode()
+        return (self._encoded[:start] + edit.text.encode() + self._encoded[end:]).decode()
 
     def functions(self) -> Iterator[tuple[str, ast.FunctionDef]]:
         """Functions and methods with their qualified names."""
@@ -108,8 +109,10 @@ class Fault:
     text: str = dataclasses.field(repr=False)
 
 
-def nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+@functools.lru_cache(maxsize=1)  # Each rule asks once more.
+def nodes(function: ast.FunctionDef) -> tuple[ast.AST, ...]:
     """What a function does: without its signature, docstring, assertions and error messages."""
+    found: list[ast.AST] = []
     queue: list[ast.AST] = list(reversed(function.body))
     while queue:
         node = queue.pop()
@@ -117,18 +120,19 @@ def nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
             continue
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
-        yield node
+        found.append(node)
         children = ast.iter_child_nodes(node)
         queue += reversed([c for c in children if c is not getattr(node, "annotation", None)])
+    return tuple(found)
 
 
 def faults_of(path: Path, package_parent: Path, rules: Sequence[Rule]) -> list[Fault]:
     """Return every fault that the rules find in a module."""
     source = Source((package_parent / path).read_text())
-    lines = source.text.splitlines()
     found: list[Fault] = []
     for name, function in source.functions():
         qualified = f"{path.stem}.{name}"
+        statement_lines = _statement_lines(function)
         for rule in rules:
             if not re.search(rule.functions, qualified):
                 continue
@@ -140,8 +144,8 @@ def faults_of(path: Path, package_parent: Path, rules: Sequence[Rule]) -> list[F
                         path=path,
                         function=name,
                         line=edit.node.lineno,
-                        statement_line=_statement_line(function, edit.node.lineno),
-                        source_line=lines[edit.node.lineno - 1].strip(),
+                        statement_line=statement_lines[edit.node.lineno],
+                        source_line=source.lines[edit.node.lineno - 1].strip(),
                         before=" ".join(source.of(edit.node).split()),
                         after=" ".join(edit.text.split()),
                         text=source.replaced(edit),
@@ -150,12 +154,14 @@ def faults_of(path: Path, package_parent: Path, rules: Sequence[Rule]) -> list[F
     return found
 
 
-def _statement_line(function: ast.FunctionDef, line: int) -> int:
-    return max(
-        each.lineno
-        for each in ast.walk(function)
-        if isinstance(each, ast.stmt) and each.lineno <= line <= (each.end_lineno or line)
-    )
+def _statement_lines(function: ast.FunctionDef) -> dict[int, int]:
+    """Return for each line the first line of the innermost statement that it belongs to."""
+    lines: dict[int, int] = {}
+    # What is within another statement is walked later.
+    for node in ast.walk(function):
+        if isinstance(node, ast.stmt) and node.end_lineno is not None:
+            lines |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), node.lineno)
+    return lines
 
 
 def choose(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:

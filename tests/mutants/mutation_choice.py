@@ -42,6 +42,6 @@ def every_place() -> list[Fault]:
     return [fault for module in MODULES for fault in faults_of(CORE / f"{module}.py", ROOT, RULES)]
 
 
-def all_faults() -> list[Fault]:
-    """Return all that the rules find, without what changes nothing."""
-    return [fault for fault in every_place() if not any(e.covers(fault) for e in EQUIVALENTS)]
+def without_equivalents(places: list[Fault]) -> list[Fault]:
+    """Leave out what changes nothing."""
+    return [fault for fault in places if not any(each.covers(fault) for each in EQUIVALENTS)]

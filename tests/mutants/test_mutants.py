@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from equivalents import EQUIVALENTS
 from fault_rules import RULES
-from faults import choose, faults_of
-from mutation_choice import MODULES, all_faults, every_place
+from faults import Fault, choose, faults_of
+from mutation_choice import MODULES, every_place, without_equivalents
 from trials import ROOT
 
 SAMPLE = '''
@@ -67,22 +67,27 @@ def test_a_fault_changes_its_own_place_alone(tmp_path: Path) -> None:
     assert fault.line == SAMPLE[: SAMPLE.index("self.count -=")].count("\n") + 1
 
 
-def test_every_fault_of_the_core_is_another_program() -> None:
-    faults = every_place()
+@pytest.fixture(scope="module")
+def places() -> list[Fault]:
+    return every_place()
+
+
+def test_every_fault_of_the_core_is_another_program(places: list[Fault]) -> None:
+    faults = places
     assert len({fault.name for fault in faults}) == len(faults)
     for fault in choose(faults, 90, seed=0):
         right = ast.dump(ast.parse((ROOT / fault.path).read_text()))
         assert ast.dump(ast.parse(fault.text)) != right, fault.name
 
 
-def test_every_rule_has_places_and_every_module_has_faults() -> None:
-    faults = all_faults()
+def test_every_rule_has_places_and_every_module_has_faults(places: list[Fault]) -> None:
+    faults = without_equivalents(places)
     assert {fault.rule for fault in faults} == {rule.name for rule in RULES}
     assert {fault.path.stem for fault in faults} == set(MODULES)
 
 
-def test_a_choice_is_repeatable_and_takes_from_every_rule() -> None:
-    faults = all_faults()
+def test_a_choice_is_repeatable_and_takes_from_every_rule(places: list[Fault]) -> None:
+    faults = without_equivalents(places)
     chosen = choose(faults, 90, seed=3)
     assert chosen == choose(faults, 90, seed=3)
     assert chosen != choose(faults, 90, seed=4)
@@ -91,8 +96,7 @@ def test_a_choice_is_repeatable_and_takes_from_every_rule() -> None:
     assert len(choose(faults, 10**6, seed=3)) == len(faults)
 
 
-def test_each_equivalent_names_a_place_that_is_still_there() -> None:
-    places = every_place()
+def test_each_equivalent_names_a_place_that_is_still_there(places: list[Fault]) -> None:
     stale = [each for each in EQUIVALENTS if not any(each.covers(fault) for fault in places)]
     assert stale == []
 
