@@ -19,6 +19,7 @@ from rayserve_paged.core.ids import Attempt, ConsumerId, PinId, RequestId
 from rayserve_paged.core.replica_messages import PinPrefix, UnpinPrefix
 from rayserve_paged.core.request import Request, admit
 from rayserve_paged.core.sampling_params import MAX_SEED, SamplingParams
+from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.deployment import Deployment
 from rayserve_paged.generation import Generation, Job
 from rayserve_paged.model.tokenizer import Tokenizer
@@ -85,7 +86,7 @@ class FrontEnd:
             request_id=private_id,
             consumer_id=self._consumer_id,
             attempt=Attempt(0),
-            prompt_token_ids=token_ids,
+            prompt_token_ids=TokenIds.of(token_ids, self._deployment.limits.vocab_size),
             params=params,
             priority=options.priority,
             scope=options.scope,

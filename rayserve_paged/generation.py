@@ -196,7 +196,7 @@ class Generation:
         return RequestOutput(
             request_id=self.job.name,
             prompt=self.job.prompt,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=tuple(request.prompt_token_ids),
             samples=tuple(s.output(shows_logprobs=self.job.shows_logprobs) for s in samples),
             prompt_logprobs=self._all_prompt_logprobs(),
             num_cached_tokens=self._num_cached_tokens,

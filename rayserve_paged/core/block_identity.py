@@ -25,6 +25,7 @@ from rayserve_paged.core.attachments import Attachment, content_by_block
 from rayserve_paged.core.attention_window import AttentionWindow
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.ids import BlockKey
+from rayserve_paged.core.token_ids import TokenIds
 
 KEY_BYTES = 32
 
@@ -190,6 +191,8 @@ def hash_blocks(
 
 def token_payload(token_ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
     """Return tokens as little-endian int32."""
+    if isinstance(token_ids, TokenIds):
+        return token_ids.packed
     if isinstance(token_ids, np.ndarray):
         return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
     if isinstance(token_ids, array) and token_ids.typecode == "i" and sys.byteorder == "little":

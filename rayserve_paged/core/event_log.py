@@ -31,6 +31,7 @@ from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import BatchConfig, PlacementPolicy, TimeoutConfig
 from rayserve_paged.core.ids import Incarnation, ReplicaId
 from rayserve_paged.core.request import ModelLimits
+from rayserve_paged.core.token_ids import TokenIds
 
 CONTROLLER = "controller"
 """Name of the controller in a log; replicas have their ids."""
@@ -141,6 +142,8 @@ def encode(value: object) -> Json:
         return {"$finish": str(value.value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, TokenIds):
+        return {"$token_ids": value.view.tolist()}
     if isinstance(value, tuple | list):
         return [encode(item) for item in value]
     if isinstance(value, bytes):
@@ -200,6 +203,7 @@ _DECODERS: dict[str, Callable[[Json], object]] = {
     "$finish": lambda content: request.FinishReason(cast(str, content)),
     "$bytes": lambda content: bytes.fromhex(cast(str, content)),
     "$array": _decode_array,
+    "$token_ids": lambda content: TokenIds.of(cast("list[int]", content)),
     "$dict": _decode_dict,
     "$config": _decode_config,
     "$error": _decode_error,

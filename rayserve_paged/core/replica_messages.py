@@ -23,6 +23,7 @@ from rayserve_paged.core.ids import (
 from rayserve_paged.core.request import Request
 from rayserve_paged.core.step_messages import StepPlan, StepResult
 from rayserve_paged.core.stream_messages import Delivery
+from rayserve_paged.core.token_ids import TokenIds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class PinPrefix:
     """
 
     pin_id: PinId
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     scope: RequestScope = NO_SCOPE
     attachments: tuple[Attachment, ...] = ()
 

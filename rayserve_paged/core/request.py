@@ -18,6 +18,7 @@ from rayserve_paged.core.field_checks import check_integer, check_number, check_
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
 from rayserve_paged.core.retention import RetentionRange, check_retention
 from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.token_ids import TokenIds
 
 MAX_PRIORITY = 2**31 - 1
 MAX_DEADLINE_S = 1e9
@@ -119,7 +120,7 @@ class Request:
     request_id: RequestId
     consumer_id: ConsumerId
     attempt: Attempt
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     params: SamplingParams
     priority: int = 0
     scope: RequestScope = NO_SCOPE
@@ -202,7 +203,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     _check_loaded(request.scope.adapter, limits.adapters)
     check_attachments(request.attachments, num_prompt, supported=limits.takes_attachments)
     check_retention(request.retention, num_prompt)
-    check_token_ids("prompt_token_ids", request.prompt_token_ids, limits.vocab_size)
+    request.prompt_token_ids.check(limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", [i for i, _bias in params.biases], limits.vocab_size)
     allowed = params.allowed_token_ids

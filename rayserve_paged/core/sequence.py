@@ -2,7 +2,6 @@
 
 import copy
 import enum
-from array import array
 from collections.abc import Sequence
 
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
@@ -106,7 +105,7 @@ class SequenceState:
         self.priority = request.priority
         self.root = root
         self.keys = list(prompt_keys)
-        self.tokens = array("i", request.prompt_token_ids)
+        self.tokens = request.prompt_token_ids.unpacked()
         self.num_prompt = len(self.tokens)
         self.tokens.extend(delivered)
         self.num_delivered = len(delivered)

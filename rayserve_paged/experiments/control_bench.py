@@ -40,6 +40,7 @@ from rayserve_paged.core.replica_messages import (
 from rayserve_paged.core.request import ModelLimits, Request, admit
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.step_messages import StepPlan, StepResult
+from rayserve_paged.core.token_ids import TokenIds
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 1024
@@ -66,7 +67,7 @@ def _request(index: int, prompt: list[int], limits: ModelLimits) -> Request:
         request_id=RequestId(str(index)),
         consumer_id=_READER,
         attempt=Attempt(0),
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=TokenIds.of(prompt),
         params=SamplingParams(max_tokens=_MAX_TOKENS, temperature=0.0, seed=0),
     )
     return admit(request, limits)

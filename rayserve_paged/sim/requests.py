@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.sampling_params import MAX_SEED
+from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.sim.token_streams import Segment, make_prompt, stream_number
 from rayserve_paged.sim.workload import TraceRequest, Workload
 
@@ -29,7 +30,7 @@ class SimRequest:
     segments: tuple[Segment, ...]
     num_output_tokens: int
     seed: int
-    token_ids: tuple[int, ...] | None = None
+    token_ids: TokenIds | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -38,7 +39,7 @@ class SimRequest:
             return len(self.token_ids)
         return sum(segment.num_tokens for segment in self.segments)
 
-    def make_prompt(self, vocab_size: int) -> tuple[int, ...]:
+    def make_prompt(self, vocab_size: int) -> TokenIds:
         """Return the token ids of its prompt; those that are made up are below `vocab_size`."""
         return make_prompt(self.segments, vocab_size) if self.token_ids is None else self.token_ids
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from rayserve_paged.core.token_ids import TokenIds
+
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -74,14 +76,14 @@ def tokens_at(
     return scaled.astype(np.int32)
 
 
-def make_prompt(segments: Sequence[Segment], vocab_size: int) -> tuple[int, ...]:
+def make_prompt(segments: Sequence[Segment], vocab_size: int) -> TokenIds:
     """Return the token ids of a prompt, segment after segment."""
     lengths = np.array([segment.num_tokens for segment in segments], np.int64)
     streams = np.array([segment.stream for segment in segments], np.uint64)
     starts = np.array([segment.start for segment in segments], np.int64)
     ends = np.cumsum(lengths)
     positions = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lengths), lengths)
-    return tuple(tokens_at(np.repeat(streams, lengths), positions, vocab_size).tolist())
+    return TokenIds.of(tokens_at(np.repeat(streams, lengths), positions, vocab_size))
 
 
 def _mix(number: int) -> int:

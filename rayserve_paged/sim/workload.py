@@ -22,6 +22,7 @@ from typing import Final
 
 from rayserve_paged.core.block_table import num_blocks_for
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.token_ids import TokenIds
 
 MOONCAKE_BLOCK_SIZE: Final = 512
 MAX_TOKENS: Final = 2**31 - 1
@@ -58,7 +59,7 @@ class TraceRequest:
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...] | None = None
-    token_ids: tuple[int, ...] | None = None
+    token_ids: TokenIds | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from rayserve_paged.core.consumer import StreamUpdate
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
 from rayserve_paged.core.request import Request
 from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.deployment import Deployment
 
 PATIENCE_S = 120.0
@@ -55,7 +56,7 @@ def request(name: str, prompt: Sequence[int], max_tokens: int, consumer: str = "
         request_id=RequestId(name),
         consumer_id=ConsumerId(consumer),
         attempt=Attempt(0),
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=TokenIds.of(prompt),
         params=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
     )
 

@@ -21,6 +21,7 @@ from rayserve_paged.core.replica_messages import PollTokens, StepFinished
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.stream_messages import StreamItem
+from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.deployment import Deployment
 from rayserve_paged.event_files import log_files, read_log
 from rayserve_paged.inprocess import InProcessShell
@@ -48,7 +49,7 @@ def request(
             request_id=RequestId(f"q{index}"),
             consumer_id=ConsumerId(consumer),
             attempt=Attempt(0),
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=TokenIds.of(prompt),
             params=params,
         )
     )

@@ -32,6 +32,7 @@ from rayserve_paged.core.errors import DeploymentError, InvalidInputError, PinLi
 from rayserve_paged.core.ids import ConsumerId, PinId, RequestId
 from rayserve_paged.core.replica_messages import PinPrefix, UnpinPrefix
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.inprocess import InProcessShell
 
 pytestmark = pytest.mark.ray
@@ -133,7 +134,7 @@ def test_a_pin_is_answered_by_every_replica_and_refused_by_each_that_may_not_hol
 ) -> None:
     prompt = list(range(400, 450))
     (updates,) = asyncio.run(read_all(shell, [request("e0", prompt, 8)]))
-    answers = dict(asyncio.run(shell.pin_prefix(PinPrefix(PinId("p"), tuple(prompt)))))
+    answers = dict(asyncio.run(shell.pin_prefix(PinPrefix(PinId("p"), TokenIds.of(prompt)))))
     assert sorted(answers) == ["r0", "r1"]
     assert [answer.num_tokens for answer in answers.values()] == [0, 0]
     # Nothing may be pinned here. One replica has three full blocks; the other has nothing to hold.

@@ -42,6 +42,7 @@ from rayserve_paged.core.request import FinishReason, ModelLimits, Request
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.step_messages import StepPlan, StepResult
 from rayserve_paged.core.stream_messages import Delivery, StreamItem
+from rayserve_paged.core.token_ids import TokenIds
 
 _LONG_S = 60.0
 CONSUMER = ConsumerId("reader")
@@ -141,7 +142,7 @@ def request(name: str, num_prompt: int = 3, max_tokens: int = 5) -> AssignReques
             request_id=RequestId(name),
             consumer_id=CONSUMER,
             attempt=Attempt(0),
-            prompt_token_ids=prompt,
+            prompt_token_ids=TokenIds.of(prompt),
             params=params,
         ),
         (),

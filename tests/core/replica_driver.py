@@ -40,6 +40,7 @@ from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.sequence import SequenceState
 from rayserve_paged.core.step_messages import StepPlan, StepResult, TokenLogprobs
 from rayserve_paged.core.stream_messages import StreamName, TokenRun
+from rayserve_paged.core.token_ids import TokenIds
 
 R0 = ReplicaId("r0")
 TIMEOUTS = TimeoutConfig(consumer_lease_s=10.0, poll_timeout_s=2.0)
@@ -96,7 +97,7 @@ def make_request(
         request_id=RequestId(request_id),
         consumer_id=ConsumerId(consumer_id),
         attempt=Attempt(attempt),
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=TokenIds.of(prompt),
         params=SamplingParams(max_tokens=max_tokens, **fields),  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
         priority=priority,
         scope=RequestScope(tenant_salt, adapter, attention) if scope is None else scope,

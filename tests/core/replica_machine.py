@@ -17,6 +17,7 @@ from rayserve_paged.core.ids import Attempt, RequestId
 from rayserve_paged.core.replica_messages import AssignRequest, CancelRequest
 from rayserve_paged.core.request import Request, admit
 from rayserve_paged.core.retention import RetentionRange
+from rayserve_paged.core.token_ids import TokenIds
 
 
 class ReplicaMachine(RunningReplica):
@@ -87,7 +88,7 @@ class ReplicaMachine(RunningReplica):
             tracked.request,
             request_id=RequestId(f"q{self.num_submitted}"),
             attempt=Attempt(0),
-            prompt_token_ids=prompt,
+            prompt_token_ids=TokenIds.of(prompt),
             params=dataclasses.replace(
                 tracked.request.params,
                 max_tokens=max_tokens,

@@ -26,6 +26,7 @@ from rayserve_paged.core.replica_messages import (
     StepFailed,
     UnpinPrefix,
 )
+from rayserve_paged.core.token_ids import TokenIds
 
 POLICIES: tuple[QueuePolicy, ...] = get_args(QueuePolicy)
 LEASE_S = TIMEOUTS.consumer_lease_s
@@ -174,7 +175,7 @@ class RunningReplica(RuleBasedStateMachine):
     def pin(self, story: list[int], num_tokens: int, name: bool) -> None:
         pins = self.driver.replica.pins
         before = pins.num_blocks
-        commands = self.driver.send(PinPrefix(PinId(str(name)), tuple(story[:num_tokens])))
+        commands = self.driver.send(PinPrefix(PinId(str(name)), TokenIds.of(story[:num_tokens])))
         (answer,) = [command for command in commands if isinstance(command, PinAnswered)]
         if answer.refused is not None:
             assert before + answer.refused.num_blocks > self.limits.max_pinned_blocks

@@ -18,6 +18,7 @@ from rayserve_paged.core.replica_messages import (
     UnpinPrefix,
 )
 from rayserve_paged.core.request import admit
+from rayserve_paged.core.token_ids import TokenIds
 
 SYSTEM, OTHER = PinId("system"), PinId("other")
 
@@ -34,7 +35,7 @@ def make_driver(
 def pin(driver: ReplicaDriver, pin_id: PinId, token_ids: range) -> PinAnswered:
     (answer,) = [
         command
-        for command in driver.send(PinPrefix(pin_id, tuple(token_ids)))
+        for command in driver.send(PinPrefix(pin_id, TokenIds.of(token_ids)))
         if isinstance(command, PinAnswered)
     ]
     assert answer.pin_id == pin_id
@@ -83,7 +84,7 @@ def test_blocks_that_two_pins_share_count_once_and_stay_until_both_are_gone() ->
     driver.generate(make_request(range(9), 1))
     driver.generate(make_request([*range(8), 90, 91, 92, 93, 94], 1))
     assert pin(driver, SYSTEM, range(9)).num_tokens == 8
-    answer = driver.send(PinPrefix(OTHER, (*range(8), 90, 91, 92, 93)))[0]
+    answer = driver.send(PinPrefix(OTHER, TokenIds.of([*range(8), 90, 91, 92, 93])))[0]
     assert isinstance(answer, PinAnswered)
     assert (answer.num_tokens, answer.refused) == (12, None)
     assert driver.replica.accounting().num_pinned_blocks == 3

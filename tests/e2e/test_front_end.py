@@ -122,7 +122,7 @@ def test_special_tokens_are_added_to_a_text_and_to_nothing_else(shell: CountingS
     front_end = FrontEnd(shell, OpeningTokenizer(1000))
 
     def ids(prompt: Prompt) -> tuple[int, ...]:
-        return front_end.prepare(prompt, GREEDY).request.prompt_token_ids
+        return tuple(front_end.prepare(prompt, GREEDY).request.prompt_token_ids)
 
     assert ids("hi") == (256, *b"hi")
     assert ids({"messages": [{"role": "user", "content": "hello"}]}) == (*b"hi",)

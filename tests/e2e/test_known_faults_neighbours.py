@@ -15,6 +15,7 @@ from rayserve_paged import LLM, SamplingParams
 from rayserve_paged.core.config import CacheConfig, DeploymentConfig, ModelConfig
 from rayserve_paged.core.controller_messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.errors import DuplicateRequestError
+from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.front_end import FrontEnd
 from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.sampler import Sampler
@@ -91,7 +92,7 @@ class PoisonedTokenizer(ByteTokenizer):
 class PoisonedShell(InProcessShell):
     """Raises on the submission of one prompt."""
 
-    poisoned_ids: tuple[int, ...] | None = None
+    poisoned_ids: TokenIds | None = None
 
     async def submit(self, message: SubmitRequest) -> Placed | Rejected:
         if message.request.prompt_token_ids == self.poisoned_ids:
@@ -157,7 +158,7 @@ def test_b93_an_error_in_tokenising_fails_one_request_alone() -> None:
 
 def test_b93_an_error_in_admission_fails_one_request_alone() -> None:
     def poison(shell: PoisonedShell, tokenizer: PoisonedTokenizer) -> None:
-        shell.poisoned_ids = tuple(b"bad request")
+        shell.poisoned_ids = TokenIds.of(b"bad request")
 
     assert poisoned_among_eight(poison, LONG) == "ValueError: poisoned request"
 
