@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 from pydantic import ValidationError
 
+from rayserve_paged.core.config import PlacementPolicy
 from rayserve_paged.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ _DecodeSteps = Annotated[
 _Consumers = Annotated[
     int, typer.Option(help="Processes that submit the requests in turn and read the streams.")
 ]
+_Placement = Annotated[
+    PlacementPolicy, typer.Option(help="Which replica takes a request; see docs/scheduling.md.")
+]
 _TimeScale = Annotated[
     float, typer.Option(help="Factor on the times of arrival: 0.5 doubles the load.")
 ]
@@ -74,6 +78,7 @@ def simulate(
     max_num_batched_tokens: _MaxTokens = 8192,
     max_decode_steps: _DecodeSteps = 1024,
     consumers: _Consumers = 1,
+    placement: _Placement = "prefix-aware",
     time_scale: _TimeScale = 1.0,
     sample: _Sample = 1.0,
     repeat: _Repeat = 1,
@@ -108,6 +113,7 @@ def simulate(
         num_blocks=num_blocks,
         profile=profile,
         num_consumers=consumers,
+        placement=placement,
     )
     changes = TraceChanges(time_scale=time_scale, sample=sample, repeat=repeat, limit=limit)
     workload = open_workload(trace, block_size, seed, changes, skip_invalid=skip_invalid)
@@ -122,6 +128,7 @@ def simulate(
             "tensor_parallel_size": tp,
             "model_shape": model_shape,
             "block_size": block_size,
+            "placement": placement,
             "num_blocks": spec.limits.num_blocks,
             "time_scale": time_scale,
             "seed": seed,
