@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, Unpack
 
-from rayserve_paged.core.config import DeploymentConfig, Dtype, QueuePolicy
+from rayserve_paged.core.config import DeploymentConfig, Dtype, PlacementPolicy, QueuePolicy
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, RequestFailedError
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.core.sampling_params import SamplingParams
@@ -72,6 +72,8 @@ class LLM:
         tenant_weights: Shares of tenants under "weighted-fair"; 1 for those that are not named.
         max_num_waiting: Sequences that may wait on a replica.
         max_pending_tokens: Tokens that a replica's unfinished requests may come to.
+        placement: Which replica takes a request: "prefix-aware" (the default), "least-loaded" or
+            "round-robin".
         name: Of the deployment, unique on its cluster.
         shell: "ray" for actors on a Ray cluster, "inprocess" for threads of this process.
         address: Ray cluster to join, "auto" for this machine's; None to start one.
@@ -106,6 +108,7 @@ class LLM:
         tenant_weights: Mapping[str, float] | None = None,
         max_num_waiting: int | None = None,
         max_pending_tokens: int | None = None,
+        placement: PlacementPolicy | None = None,
         name: str | None = None,
         shell: str = "ray",
         address: str | None = None,
@@ -133,6 +136,7 @@ class LLM:
             "batch.tenant_weights": tenant_weights,
             "batch.max_num_waiting": max_num_waiting,
             "batch.max_pending_tokens": max_pending_tokens,
+            "placement": placement,
             "parallel.tensor_parallel_size": tensor_parallel_size,
             "parallel.num_replicas": num_replicas,
         }

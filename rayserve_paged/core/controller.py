@@ -127,6 +127,10 @@ class Controller:
         """Return the prompt and output tokens promised to those requests."""
         return self._placement.num_pending_tokens(replica_id)
 
+    def num_queued_tokens(self, replica_id: ReplicaId) -> int:
+        """Return the prompt tokens that a live replica has yet to compute, as far as is known."""
+        return self._placement.num_queued_tokens(replica_id)
+
     @property
     def limits(self) -> ModelLimits | None:
         """Limits of the live replica that can hold most; None where there is none."""
@@ -183,6 +187,10 @@ class Controller:
             # Once more: its names may mean other requests by now.
             return []
         live.num_reports = report.sequence + 1
+        for request_id, attempt in report.prefilled:
+            request = live.requests.get(request_id)
+            if request is not None and request.attempt == attempt:
+                self._placement.note_prefilled(report.replica_id, request_id)
         for request_id, attempt in report.finished:
             request = live.requests.get(request_id)
             if request is not None and request.attempt == attempt:

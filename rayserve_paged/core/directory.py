@@ -1,11 +1,16 @@
-"""Which replicas hold which keys, as their reports tell."""
+"""Which replicas hold which keys, as their reports tell, or will once they have computed them."""
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from rayserve_paged.core.ids import BlockKey
+
+MAX_KEYS: Final = 4_000_000
+"""About 1 GB."""
 
 
 class Directory:
@@ -13,10 +18,17 @@ class Directory:
 
     A replica is a slot, a small number, and a bit in the set of each key's holders: walking a
     prompt's keys over all replicas is one AND per key.
+
+    Args:
+        max_keys: Beyond so many, the tenth that was published or matched longest ago is forgotten.
+            A prompt is then placed as if nobody held them, though its replica still finds them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        # In the order in which keys were published or matched.
         self._holders: dict[BlockKey, int] = {}
+        self._expected: dict[BlockKey, int] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -35,26 +47,70 @@ class Directory:
                 holders[key] = left
             else:
                 holders.pop(key, None)
+        if len(holders) > self._max_keys:
+            # All at once: dicts have no cheap way to drop their first entry.
+            num_dropped = len(holders) - self._max_keys * 9 // 10
+            self._holders = dict(islice(holders.items(), num_dropped, None))
+
+    def expect(self, slot: int, keys: Sequence[BlockKey]) -> None:
+        """Count keys as held by a replica that was given a request with them."""
+        bit, expected = 1 << slot, self._expected
+        for key in keys:
+            expected[key] = expected.get(key, 0) | bit
+
+    def settle(self, slot: int, keys: Sequence[BlockKey]) -> None:
+        """Take an expectation back: by now the keys are reported, or they will never be.
+
+        Other requests of the same replica that wait for the same keys are settled with it.
+        """
+        others, expected = ~(1 << slot), self._expected
+        for key in keys:
+            left = expected.get(key, 0) & others
+            if left:
+                expected[key] = left
+            else:
+                expected.pop(key, None)
+
+    @property
+    def num_expected(self) -> int:
+        """Keys that some replica is expected to hold."""
+        return len(self._expected)
 
     def forget(self, slot: int) -> None:
         """Drop all that a replica held; whoever has its slot next starts with nothing."""
-        others = ~(1 << slot)
-        kept = ((key, held & others) for key, held in self._holders.items())
-        self._holders = {key: held for key, held in kept if held}
+        self._holders = _without(self._holders, slot)
+        self._expected = _without(self._expected, slot)
 
     def match(self, keys: Sequence[BlockKey], num_slots: int) -> npt.NDArray[np.int64]:
-        """Return int64 [num_slots], how many leading keys each replica holds."""
+        """Return int64 [num_slots], how many leading keys each replica holds or is to hold."""
         depths = np.zeros(num_slots, np.int64)
-        holders = self._holders
-        alive = holders.get(keys[0], 0) if keys else 0
-        depth = 1
+        holders, expected = self._holders, self._expected
+        alive = (1 << num_slots) - 1
+        depth = 0
         while alive:
-            held = alive & holders.get(keys[depth], 0) if depth < len(keys) else 0
+            held = 0
+            if depth < len(keys):
+                held = alive & (holders.get(keys[depth], 0) | expected.get(keys[depth], 0))
             if held != alive:
                 depths[_slots(alive & ~held, num_slots)] = depth
                 alive = held
             depth += 1
+        if len(holders) > self._max_keys // 2:
+            self._touch(keys[: depth - 1])
         return depths
+
+    def _touch(self, keys: Sequence[BlockKey]) -> None:
+        holders = self._holders
+        # The head last, so that it is kept longest: nothing behind a gap is found.
+        for key in reversed(keys):
+            if key in holders:
+                holders[key] = holders.pop(key)
+
+
+def _without(holders: dict[BlockKey, int], slot: int) -> dict[BlockKey, int]:
+    others = ~(1 << slot)
+    kept = ((key, held & others) for key, held in holders.items())
+    return {key: held for key, held in kept if held}
 
 
 def _slots(bits: int, num_slots: int) -> npt.NDArray[np.intp]:

@@ -1,12 +1,14 @@
 """The loads of all live replicas, and the choice of one for each request.
 
 A replica's load is what the controller itself has promised to the requests that it placed there and
-that have not ended, so that several placements between two reports see each other. It lives in
+that have not ended, so that several placements between two reports see each other. Reports take it
+back, request by request: when a prompt is computed, and when a request has ended. It lives in
 arrays with one entry per replica: a placement makes no object per replica.
 """
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -15,21 +17,30 @@ from rayserve_paged.core.directory import Directory
 from rayserve_paged.core.ids import BlockKey, ReplicaId, RequestId
 from rayserve_paged.core.placement_policy import (
     PLACEMENTS,
+    SEQUENCE_TOKENS,
     BoolArray,
     Candidates,
+    FloatArray,
     LongArray,
     QueueLoads,
     has_room,
+    worth_of_blocks,
 )
+from rayserve_paged.core.prefix_heat import PrefixHeat
 from rayserve_paged.core.request import ModelLimits, Request
 
+_NUM_RECENT: Final = 64
+"""Placements per replica over which what counts as recent work falls to a third."""
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(slots=True)
 class _Promise:
     """What one request adds to the load of its replica."""
 
     num_rows: int
     num_tokens: int
+    num_queued_tokens: int
+    expected: Sequence[BlockKey]
 
 
 class Placement:
@@ -46,6 +57,7 @@ class Placement:
         self._max_pending_tokens = batch.max_pending_tokens
         self._limits_queue = (batch.max_num_waiting, batch.max_pending_tokens) != (None, None)
         self.directory = Directory()
+        self._heat = PrefixHeat()
         # Each replica has a slot in all that follows; those of dead ones are used again.
         self._slot_of: dict[ReplicaId, int] = {}
         self._names: list[ReplicaId | None] = []
@@ -55,6 +67,8 @@ class Placement:
         self._max_num_seqs = np.zeros(0, np.int64)
         self._num_seqs = np.zeros(0, np.int64)
         self._num_pending_tokens = np.zeros(0, np.int64)
+        self._num_queued_tokens = np.zeros(0, np.int64)
+        self._num_recent_tokens = np.zeros(0, np.float64)
         self._last_turn = np.zeros(0, np.int64)
         self._num_turns = 0
         # The kinds of replicas there are, and which one each is of.
@@ -88,6 +102,8 @@ class Placement:
         self._is_live[slot] = False
         self._num_seqs[slot] = 0
         self._num_pending_tokens[slot] = 0
+        self._num_queued_tokens[slot] = 0
+        self._num_recent_tokens[slot] = 0
         self._sort_kinds()
 
     def update(
@@ -112,6 +128,14 @@ class Placement:
         """Return the prompt and output tokens promised to those requests."""
         return int(self._num_pending_tokens[self._slot_of[replica_id]])
 
+    def num_queued_tokens(self, replica_id: ReplicaId) -> int:
+        """Return the prompt tokens that a live replica has yet to compute, as far as is known."""
+        return int(self._num_queued_tokens[self._slot_of[replica_id]])
+
+    def num_seqs(self, replica_id: ReplicaId) -> int:
+        """Return the sequences of the requests that a live replica has not finished."""
+        return int(self._num_seqs[self._slot_of[replica_id]])
+
     def _grow(self) -> None:
         self._names.append(None)
         self._limits.append(None)
@@ -120,6 +144,8 @@ class Placement:
         self._max_num_seqs = np.append(self._max_num_seqs, 0)
         self._num_seqs = np.append(self._num_seqs, 0)
         self._num_pending_tokens = np.append(self._num_pending_tokens, 0)
+        self._num_queued_tokens = np.append(self._num_queued_tokens, 0)
+        self._num_recent_tokens = np.append(self._num_recent_tokens, 0.0)
         self._last_turn = np.append(self._last_turn, -1)
 
     def _sort_kinds(self) -> None:
@@ -143,37 +169,42 @@ class Placement:
         Returns:
             The replica; None where the queue limits of all that can hold it leave no room.
         """
-        promise = _Promise(request.num_rows, request.num_promised_tokens)
         slots = np.flatnonzero(self._fits(request))
         if self._limits_queue:
             room = has_room(
                 self._queues(slots),
-                promise.num_rows,
-                promise.num_tokens,
+                request.num_rows,
+                request.num_promised_tokens,
                 self._max_num_waiting,
                 self._max_pending_tokens,
             )
             slots = slots[room]
         if not len(slots):
             return None
-        num_cached = self.directory.match(keys, len(self._names))[slots]
-        block_size = self._kinds[0].block_size
+        depths = self.directory.match(keys, len(self._names))
         chosen = self._choose(
             Candidates(
-                num_cached * block_size,
+                self._worth(keys, depths)[slots] * self._kinds[0].block_size,
+                self._num_queued_tokens[slots],
+                self._num_seqs[slots],
                 self._num_pending_tokens[slots],
+                self._num_recent_tokens[slots],
                 self._last_turn[slots],
             )
         )
+        if longest := int(depths.max()):
+            self._heat.note(keys[longest - 1])
         slot = int(slots[chosen])
-        self._promises[slot][request.request_id] = promise
-        self._num_seqs[slot] += promise.num_rows
-        self._num_pending_tokens[slot] += promise.num_tokens
-        self._last_turn[slot] = self._num_turns
-        self._num_turns += 1
+        self._promise(slot, request, keys, int(depths[slot]))
         name = self._names[slot]
         assert name is not None, "only live ones are candidates"
         return name
+
+    def note_prefilled(self, replica_id: ReplicaId, request_id: RequestId) -> None:
+        """Take in that a request's prompt is computed."""
+        slot = self._slot_of[replica_id]
+        promise = self._promises[slot][request_id]
+        self._dequeue(slot, promise)
 
     def settle(self, replica_id: ReplicaId, request_id: RequestId) -> None:
         """Take back what was promised to a request that has ended."""
@@ -181,6 +212,45 @@ class Placement:
         promise = self._promises[slot].pop(request_id)
         self._num_seqs[slot] -= promise.num_rows
         self._num_pending_tokens[slot] -= promise.num_tokens
+        self._dequeue(slot, promise)
+
+    def _dequeue(self, slot: int, promise: _Promise) -> None:
+        self._num_queued_tokens[slot] -= promise.num_queued_tokens
+        self.directory.settle(slot, promise.expected)
+        promise.num_queued_tokens, promise.expected = 0, ()
+
+    def _promise(
+        self, slot: int, request: Request, keys: Sequence[BlockKey], num_cached: int
+    ) -> None:
+        # The last token of a prompt is computed in any case.
+        num_cached_tokens = num_cached * self._kinds[0].block_size
+        num_to_compute = max(1, len(request.prompt_token_ids) - num_cached_tokens)
+        expected = keys[num_cached:]
+        self.directory.expect(slot, expected)
+        promise = _Promise(request.num_rows, request.num_promised_tokens, num_to_compute, expected)
+        self._promises[slot][request.request_id] = promise
+        self._num_seqs[slot] += promise.num_rows
+        self._num_pending_tokens[slot] += promise.num_tokens
+        self._num_queued_tokens[slot] += num_to_compute
+        self._num_recent_tokens *= 1 - 1 / (_NUM_RECENT * len(self._slot_of))
+        self._num_recent_tokens[slot] += num_to_compute + SEQUENCE_TOKENS * promise.num_rows
+        self._last_turn[slot] = self._num_turns
+        self._num_turns += 1
+
+    def _worth(self, keys: Sequence[BlockKey], depths: LongArray) -> FloatArray:
+        """Return float64 [num_slots], what the blocks are worth that each replica holds.
+
+        Args:
+            keys: Of the request's prompt.
+            depths: int64 [num_slots], how many of them each replica holds.
+        """
+        levels = np.unique(depths[depths > 0])
+        if not len(levels):
+            return depths.astype(np.float64)
+        marks = levels.tolist()
+        worth = worth_of_blocks(marks, self._heat.up_to(keys, marks))
+        table: FloatArray = np.array([0.0, *worth])
+        return table[np.searchsorted(levels, depths, side="right")]
 
     def shortest_queue(self, request: Request) -> tuple[int, int]:
         """Return the least that waits on a replica that can hold a request: sequences, tokens."""

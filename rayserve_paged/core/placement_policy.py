@@ -10,6 +10,7 @@ import numpy.typing as npt
 from rayserve_paged.core.config import PlacementPolicy
 
 LongArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 
@@ -86,15 +87,24 @@ class Candidates:
     """What placement looks at: the replicas that may take one request, at least one.
 
     Args:
-        num_cached_tokens: int64 [n], leading tokens of its prompt that each holds.
-        num_pending_tokens: int64 [n], prompt and output tokens promised to the requests that each
-            was given and that have not finished.
+        num_saved_tokens: float64 [n], what the leading tokens of its prompt are worth that each
+            holds: see `worth_of_blocks`.
+        num_queued_tokens: int64 [n], prompt tokens that each has yet to compute, as far as the
+            controller knows: those of requests that it was given and of which no report says that
+            their prompts are computed.
+        num_seqs: int64 [n], sequences of the requests that each was given and that have not
+            finished.
+        num_pending_tokens: int64 [n], prompt and output tokens promised to those requests.
+        num_recent_tokens: float64 [n], prompt tokens that each was given to compute of late.
         last_turn: int64 [n], when each was last given a request: placements are counted; -1 where
             it never was.
     """
 
-    num_cached_tokens: LongArray
+    num_saved_tokens: FloatArray
+    num_queued_tokens: LongArray
+    num_seqs: LongArray
     num_pending_tokens: LongArray
+    num_recent_tokens: FloatArray
     last_turn: LongArray
 
 
@@ -104,15 +114,55 @@ def round_robin(candidates: Candidates) -> int:
 
 
 def least_loaded(candidates: Candidates) -> int:
-    """Choose the one with the fewest tokens promised; the first of equals."""
-    return int(np.argmin(candidates.num_pending_tokens))
+    """Choose the one with the fewest tokens promised; of equals whoever was chosen longest ago."""
+    return _least(candidates.num_pending_tokens, candidates.last_turn)
+
+
+SAVED_WEIGHT: Final = 4
+"""How many tokens may be queued before a request, for each token that need not be computed again.
+A token that is saved makes way for all that come later, and not for this request alone."""
+SEQUENCE_TOKENS: Final = 64
+"""How many queued tokens a sequence counts for: each takes a slot in every step, and blocks."""
+RECENT_SHARE: Final = 0.2
+"""What the work of late counts for, so that replicas that are all idle take turns."""
 
 
 def prefix_aware(candidates: Candidates) -> int:
-    """Choose the longest cached prefix, then the fewest tokens promised, then the first."""
-    cached = candidates.num_cached_tokens
-    longest = np.flatnonzero(cached == cached.max())
-    return int(longest[np.argmin(candidates.num_pending_tokens[longest])])
+    """Choose by what is queued there, less what need not be computed there.
+
+    All in prompt tokens: those queued before the request, the sequences that it would share steps
+    with, what the replica holds of its prompt, and what it was given of late. Of equals whoever
+    was chosen longest ago.
+    """
+    cost: FloatArray = RECENT_SHARE * candidates.num_recent_tokens
+    cost += candidates.num_queued_tokens
+    cost += SEQUENCE_TOKENS * candidates.num_seqs
+    cost -= SAVED_WEIGHT * candidates.num_saved_tokens
+    return _least(cost, candidates.last_turn)
+
+
+def worth_of_blocks(depths: Sequence[int], heats: Sequence[int]) -> list[float]:
+    """Return what leading blocks of a prompt are worth to a placement, in blocks.
+
+    A prefix that n prompts have parted from before will be wanted by as many again. Where it is
+    computed once more, that is shared among them: so its blocks count for 1 / (n + 1) only, and a
+    prefix that all share spreads over the replicas, while a session stays where its history is.
+
+    Args:
+        depths: Numbers of leading blocks, ascending, from 1.
+        heats: For each, how many prompts have parted from it there or deeper.
+    """
+    worth, below, total = [], 0, 0.0
+    for depth, heat in zip(depths, heats, strict=True):
+        total += (depth - below) / (heat + 1)
+        below = depth
+        worth.append(total)
+    return worth
+
+
+def _least(cost: LongArray | FloatArray, last_turn: LongArray) -> int:
+    least = np.flatnonzero(cost == cost.min())
+    return int(least[np.argmin(last_turn[least])])
 
 
 PLACEMENTS: Final[Mapping[PlacementPolicy, Callable[[Candidates], int]]] = {

@@ -101,6 +101,9 @@ class Replica:
         self._num_arrivals = 0
         self._num_reports = 0
         self._last_report = float("-inf")
+        # Requests without a token so far.
+        self._prefilling: set[RequestId] = set()
+        self._prefilled: list[tuple[RequestId, Attempt]] = []
         self._finished: list[tuple[RequestId, Attempt]] = []
 
     def handle(self, event: ReplicaEvent, now: float) -> list[ReplicaCommand]:
@@ -209,6 +212,7 @@ class Replica:
             self._finished.append((request.request_id, request.attempt))
             return
         self._sequences[request.request_id] = going_on
+        self._prefilling.add(request.request_id)
         if request.deadline_s is not None:
             self._deadlines.put(request.request_id, (now + request.deadline_s,))
         for sequence in going_on.values():
@@ -262,6 +266,7 @@ class Replica:
             else:
                 live = {sequence.sibling: sequence for sequence in search.sequences}
                 self._sequences[search.first.request.request_id] = live
+                self._note_prefilled(search.first.request)
         for news in committed.news:
             if isinstance(news, Progress):
                 self._tell(news)
@@ -283,12 +288,12 @@ class Replica:
         request = search.first.request
         for item in beam_items(search):
             self._outbox.put(request.consumer_id, item)
-        del self._sequences[request.request_id]
-        self._deadlines.remove(request.request_id)
-        self._finished.append((request.request_id, request.attempt))
+        self._forget(request)
 
     def _tell(self, progress: Progress) -> None:
         sequence, index, token_id, logprobs, finish, error = progress
+        if token_id is not None:
+            self._note_prefilled(sequence.request)
         if sequence.sibling not in sequence.withdrawn:
             item = StreamItem(
                 sequence.name,
@@ -311,9 +316,19 @@ class Replica:
         siblings = self._sequences[request.request_id]
         del siblings[sequence.sibling]
         if not siblings:
-            del self._sequences[request.request_id]
-            self._deadlines.remove(request.request_id)
-            self._finished.append((request.request_id, request.attempt))
+            self._forget(request)
+
+    def _note_prefilled(self, request: Request) -> None:
+        if request.request_id in self._prefilling:
+            self._prefilling.remove(request.request_id)
+            self._prefilled.append((request.request_id, request.attempt))
+
+    def _forget(self, request: Request) -> None:
+        """Forget a request of which nothing runs any more."""
+        del self._sequences[request.request_id]
+        self._prefilling.discard(request.request_id)
+        self._deadlines.remove(request.request_id)
+        self._finished.append((request.request_id, request.attempt))
 
     def _prompt_logprobs(self, progress: Progress) -> tuple[TokenLogprobs, ...]:
         """What goes with the first token of the first sample that is told, and with no other."""
@@ -399,7 +414,7 @@ class Replica:
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._finished) or self.kv.index.has_changes
+        return bool(self._finished or self._prefilled) or self.kv.index.has_changes
 
     def _report(self, now: float) -> list[ReplicaCommand]:
         """Report what changed: at most every REPORT_INTERVAL_S while busy, at once when idle."""
@@ -416,6 +431,7 @@ class Replica:
             sequence=self._num_reports,
             published=published,
             evicted=evicted,
+            prefilled=tuple(self._prefilled),
             finished=tuple(self._finished),
             num_running=self.batcher.num_running,
             num_waiting=self.batcher.num_waiting,
@@ -427,6 +443,7 @@ class Replica:
             fenced=self.fenced,
         )
         self._num_reports += 1
+        self._prefilled = []
         self._finished = []
         self._last_report = float("inf") if last else now
         return [report]

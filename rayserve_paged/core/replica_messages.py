@@ -169,6 +169,8 @@ class ReplicaReport:
         sequence: Counts the reports of the incarnation, from 0.
         published: Keys that became matchable since the last report, in order.
         evicted: Keys that stopped being matchable since the last report.
+        prefilled: Requests that had their first token since the last report: their prompts are
+            computed.
         finished: Requests that ended since the last report.
         num_running: Sequences with a row.
         num_waiting: Sequences without one.
@@ -186,6 +188,7 @@ class ReplicaReport:
     sequence: int
     published: tuple[BlockKey, ...]
     evicted: tuple[BlockKey, ...]
+    prefilled: tuple[tuple[RequestId, Attempt], ...]
     finished: tuple[tuple[RequestId, Attempt], ...]
     num_running: int
     num_waiting: int

@@ -119,7 +119,8 @@ def message_bytes(message: object) -> int:
             return HEADER_BYTES + _request_bytes(request) + KEY_BYTES * len(keys)
         case ReplicaReport():
             num_keys = len(message.published) + len(message.evicted)
-            return HEADER_BYTES + KEY_BYTES * num_keys + STREAM_BYTES * len(message.finished)
+            num_names = len(message.prefilled) + len(message.finished)
+            return HEADER_BYTES + KEY_BYTES * num_keys + STREAM_BYTES * num_names
         case _:
             return HEADER_BYTES
 

@@ -1,6 +1,7 @@
 """A whole deployment in one process: real shards, real collectives, no Ray."""
 
 import asyncio
+import itertools
 import os
 import threading
 import time
@@ -191,6 +192,17 @@ def test_an_idle_deployment_outlives_ten_group_timeouts(start: Start) -> None:
     threading.Event().wait(5.5)
     params = SamplingParams(max_tokens=3, temperature=0.0, seed=0)
     assert serve(shell, PROMPTS[:1], params) == [oracle(PROMPTS[0], 3)]
+
+
+def test_b117_a_wall_clock_that_jumps_ends_no_request_and_no_replica(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = {"consumer_lease_s": 20.0, "rank_liveness_s": 20.0, "deployment_lease_s": 20.0}
+    shell = start(parallel={"tensor_parallel_size": 2}, timeouts=leases)
+    wall, calls = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: wall() + 3600 * (next(calls) % 3 - 1))
+    params = SamplingParams(max_tokens=40, temperature=0.0, seed=0)
+    assert serve(shell, PROMPTS, params) == [oracle(prompt, 40) for prompt in PROMPTS]
 
 
 def test_a_cancelled_request_ends_as_cancelled_and_frees_its_blocks(start: Start) -> None:

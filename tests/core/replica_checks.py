@@ -91,10 +91,16 @@ def check_reports(driver: ReplicaDriver, assigned: Counter[tuple[str, int]]) -> 
     finished = Counter(name for report in reports for name in report.finished)
     assert finished == assigned, "each request is reported finished once"
     known: set[BlockKey] = set()
+    open_ones: Counter[tuple[str, int]] = Counter()
     for report in reports:
+        open_ones.update(report.prefilled)
+        assert all(open_ones[name] == 1 for name in report.prefilled)
+        for name in report.finished:
+            open_ones[name] = 0
         assert not known & set(report.published)
         known |= set(report.published)
         assert set(report.evicted) <= known
         known -= set(report.evicted)
+    assert not open_ones.total(), "what had its first token has ended"
     if driver.replica.fenced is None:
         assert known == {key for key, _block_id in driver.replica.kv.index.items()}

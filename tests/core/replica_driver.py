@@ -113,6 +113,7 @@ def make_report(
     sequence: int = 0,
     published: Iterable[BlockKey] = (),
     evicted: Iterable[BlockKey] = (),
+    prefilled: Iterable[Request] = (),
     fenced: str | None = None,
 ) -> ReplicaReport:
     """A report to the controller, of a replica whose figures nobody looks at."""
@@ -122,6 +123,7 @@ def make_report(
         sequence=sequence,
         published=tuple(published),
         evicted=tuple(evicted),
+        prefilled=tuple((request.request_id, request.attempt) for request in prefilled),
         finished=tuple((request.request_id, request.attempt) for request in finished),
         num_running=0,
         num_waiting=0,

@@ -82,27 +82,29 @@ def test_a_request_is_assigned_with_its_keys_and_clamped_and_then_its_consumer_i
     assert controller.num_pending_tokens(R0) == 9 + 56
 
 
-def test_requests_go_to_the_longest_prefix_and_else_to_the_least_load() -> None:
+def test_requests_go_where_their_prefix_is_unless_too_much_waits_there() -> None:
     controller = make_controller(R0, R1)
     first = make_request(range(9), 2, request_id="a")
     assert placement(submit(controller, first)) == "r0"
     assert placement(submit(controller, make_request([5], 2, request_id="b"))) == "r1"
     controller.handle(report(R0, first), 0.0)
-    other = make_request([6], 50, request_id="c")
-    assert placement(submit(controller, other)) == "r0"
+    # Both have an equal share in what was done of late, and r0 is idle.
+    assert placement(submit(controller, make_request([6], 50, request_id="c"))) == "r0"
+    # 8 tokens are saved there, which are worth 32: as much as half a sequence.
     same = make_request(range(12), 2, request_id="d")
     assert placement(submit(controller, same)) == "r0"
-    assert placement(submit(controller, make_request([7], 2, request_id="e"))) == "r1"
+    assert placement(submit(controller, make_request(range(12), 2, request_id="e"))) == "r1"
 
 
 def test_a_tenant_is_not_drawn_to_the_blocks_of_another() -> None:
     controller = make_controller(R0, R1)
-    first = make_request(range(9), 2, request_id="a")
+    first = make_request(range(40), 2, request_id="a")
     submit(controller, first)
     controller.handle(report(R0, first), 0.0)
-    submit(controller, make_request([5], 9, request_id="load"))
-    other = make_request(range(9), 2, request_id="b", tenant_salt="t")
+    other = make_request(range(40), 2, request_id="b", tenant_salt="t")
     assert placement(submit(controller, other)) == "r1"
+    same = make_request(range(40), 2, request_id="c")
+    assert placement(submit(controller, same)) == "r0"
 
 
 def test_a_smaller_replica_takes_what_it_can_hold() -> None:

@@ -47,8 +47,16 @@ class FakeReplica:
 
     incarnation: Incarnation
     assigned: dict[RequestId, Request] = dataclasses.field(default_factory=dict)
+    # Of those whose prompts are not computed: tokens and keys that are to be.
+    queued: dict[RequestId, int] = dataclasses.field(default_factory=dict)
+    wanted: dict[RequestId, set[BlockKey]] = dataclasses.field(default_factory=dict)
+    expected: set[BlockKey] = dataclasses.field(default_factory=set)
     keys: set[BlockKey] = dataclasses.field(default_factory=set)
     reports: list[ReplicaReport] = dataclasses.field(default_factory=list)
+
+    def dequeue(self, request: Request) -> None:
+        self.queued.pop(request.request_id, None)
+        self.expected -= self.wanted.pop(request.request_id, set())
 
     @property
     def num_tokens(self) -> int:
@@ -125,10 +133,16 @@ class ControllerMachine(RuleBasedStateMachine):
         self.old_reports += lost.reports
 
     @precondition(lambda self: self.live)
-    @rule(pick=st.integers(0, 99), num_finished=st.integers(0, 3), fenced=st.integers(0, 9))
-    def report(self, pick: int, num_finished: int, fenced: int) -> None:
+    @rule(
+        pick=st.integers(0, 99),
+        num_prefilled=st.integers(0, 3),
+        num_finished=st.integers(0, 3),
+        fenced=st.integers(0, 9),
+    )
+    def report(self, pick: int, num_prefilled: int, num_finished: int, fenced: int) -> None:
         name = list(self.live)[pick % len(self.live)]
         replica = self.live[name]
+        prefilled = [replica.assigned[request_id] for request_id in replica.queued][:num_prefilled]
         finished = list(replica.assigned.values())[:num_finished]
         published = {key for request in finished for key in prompt_keys(request, SCOPE)}
         evicted = set(sorted(replica.keys)[: pick % 3]) - published
@@ -139,12 +153,16 @@ class ControllerMachine(RuleBasedStateMachine):
             sequence=len(replica.reports),
             published=published - replica.keys,
             evicted=evicted,
+            prefilled=prefilled,
             fenced="a step failed" if fenced == 7 else None,
         )
         replica.keys = (replica.keys | published) - evicted
         replica.reports.append(report)
+        for request in prefilled:
+            replica.dequeue(request)
         for request in finished:
             del replica.assigned[request.request_id]
+            replica.dequeue(request)
         commands = self.handle(report)
         if report.fenced is None:
             assert commands == []
@@ -185,19 +203,17 @@ class ControllerMachine(RuleBasedStateMachine):
             assert isinstance(rejected.error, NoReplicaError)
             return
         keys = prompt_keys(request, SCOPE)
-
-        def rank(name: ReplicaId) -> tuple[int, int]:
-            replica = self.live[name]
-            depth = 0
-            while depth < len(keys) and keys[depth] in replica.keys:
-                depth += 1
-            return -depth, replica.num_tokens
-
         placed = commands[-1]
         assert isinstance(placed, Placed)
         name = placed.replica_id
-        assert rank(name) == min(map(rank, self.live))
         replica = self.live[name]
+        depth = 0
+        while depth < len(keys) and keys[depth] in replica.keys | replica.expected:
+            depth += 1
+        num_cached = depth * SCOPE.block_size
+        replica.wanted[request.request_id] = set(keys[depth:])
+        replica.expected |= set(keys[depth:])
+        replica.queued[request.request_id] = max(1, len(request.prompt_token_ids) - num_cached)
         max_tokens = request.params.max_tokens
         assert max_tokens is not None
         names = (request.request_id, request.attempt, name, replica.incarnation)
@@ -246,14 +262,16 @@ class ControllerMachine(RuleBasedStateMachine):
         for name, replica in self.live.items():
             assert self.controller.num_requests(name) == len(replica.assigned)
             assert self.controller.num_pending_tokens(name) == replica.num_tokens
+            assert self.controller.num_queued_tokens(name) == sum(replica.queued.values())
 
     def teardown(self) -> None:
         while self.open_requests():
             for index in range(len(self.live)):
-                self.report(index, num_finished=3, fenced=0)
+                self.report(index, num_prefilled=1, num_finished=3, fenced=0)
         for name in self.live:
             assert self.controller.num_requests(name) == 0
             assert self.controller.num_pending_tokens(name) == 0
+            assert self.controller.num_queued_tokens(name) == 0
 
 
 ControllerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50)
@@ -317,6 +335,7 @@ def test_replicas_that_die_and_come_back_leave_every_stream_right_or_ended(seed:
         assert driver.replica.kv.pool.num_held == 0
         assert cluster.controller.num_requests(name) == 0
         assert cluster.controller.num_pending_tokens(name) == 0
+        assert cluster.controller.num_queued_tokens(name) == 0
 
 
 def check_end(cluster: ClusterDriver, one: Submitted) -> None:

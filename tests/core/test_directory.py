@@ -45,6 +45,23 @@ def test_a_forgotten_replica_leaves_no_keys() -> None:
     assert match(directory, KEYS) == [2, 0, 2, 1]
 
 
+def test_keys_are_expected_until_they_are_settled_whether_reported_or_not() -> None:
+    directory = Directory()
+    directory.update(0, KEYS[:1], ())
+    directory.expect(0, KEYS[1:4])
+    directory.expect(1, KEYS[:2])
+    assert match(directory, KEYS) == [4, 2, 0, 0]
+    assert directory.num_expected == 4
+    directory.update(0, KEYS[1:3], ())
+    directory.settle(0, KEYS[1:4])
+    assert match(directory, KEYS) == [3, 2, 0, 0]
+    directory.settle(1, KEYS[:2])
+    assert match(directory, KEYS) == [3, 0, 0, 0]
+    directory.expect(2, KEYS)
+    directory.forget(2)
+    assert directory.num_expected == 0
+
+
 @given(
     st.lists(
         st.tuples(

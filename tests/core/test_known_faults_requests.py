@@ -312,11 +312,15 @@ def test_b107_the_books_are_at_zero_after_10000_requests_and_two_deaths() -> Non
         if number in deaths:
             cluster.lose_replica(deaths[number])
             cluster.start_replica(deaths[number], 1)
-        assert all(cluster.controller.num_requests(name) >= 0 for name in names)
+        for name in names:
+            assert cluster.controller.num_requests(name) >= 0
+            assert cluster.controller.num_pending_tokens(name) >= 0
+            assert cluster.controller.num_queued_tokens(name) >= 0
         if number % 50 == 0:
             cluster.tick(0.1)
     cluster.run()
     for name in names:
         assert cluster.controller.num_requests(name) == 0
         assert cluster.controller.num_pending_tokens(name) == 0
+        assert cluster.controller.num_queued_tokens(name) == 0
         assert cluster.drivers[ReplicaId(name)].replica.kv.pool.num_held == 0

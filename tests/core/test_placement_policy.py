@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,36 +9,70 @@ from rayserve_paged.core.placement_policy import (
     QueueLoads,
     estimate_retry_s,
     has_room,
+    worth_of_blocks,
 )
 
 
-def candidates(*loads: tuple[int, int, int]) -> Candidates:
-    """Of (cached tokens, pending tokens, last turn) each."""
-    return Candidates(*np.array(loads, np.int64).T)
+def candidates(**loads: list[int]) -> Candidates:
+    """Candidates that have nothing but what is given."""
+    fields = [field.name for field in dataclasses.fields(Candidates)]
+    (num,) = {len(load) for load in loads.values()}
+    return Candidates(**{name: np.array(loads.get(name, [0] * num)) for name in fields})
 
 
 @pytest.mark.parametrize(
     ("loads", "chosen"),
     [
-        ([(0, 0, -1)], 0),
-        ([(4, 0, -1), (8, 900, -1)], 1),
-        ([(8, 900, -1), (8, 10, 3)], 1),
-        ([(8, 10, 1), (8, 10, 0)], 0),
+        ({"num_queued_tokens": [10, 9, 11]}, 1),
+        # A saved token is worth four queued ones.
+        ({"num_queued_tokens": [0, 400], "num_saved_tokens": [0, 101]}, 1),
+        ({"num_queued_tokens": [0, 400], "num_saved_tokens": [0, 99]}, 0),
+        # A sequence counts for 64 queued tokens.
+        ({"num_queued_tokens": [0, 129], "num_seqs": [2, 0]}, 0),
+        ({"num_queued_tokens": [0, 127], "num_seqs": [2, 0]}, 1),
+        # A token computed of late for a fifth.
+        ({"num_queued_tokens": [0, 21], "num_recent_tokens": [100, 0]}, 0),
+        ({"num_queued_tokens": [0, 19], "num_recent_tokens": [100, 0]}, 1),
+        # What outputs were promised does not count, and of equals each has its turn.
+        ({"num_pending_tokens": [0, 900], "last_turn": [7, 6]}, 1),
+        ({"num_queued_tokens": [0, 0, 5], "last_turn": [3, -1, -1]}, 1),
     ],
 )
-def test_the_longest_prefix_wins_then_the_least_load_then_the_first(
-    loads: list[tuple[int, int, int]], chosen: int
+def test_a_prefix_is_weighed_against_what_is_queued(
+    loads: dict[str, list[int]], chosen: int
 ) -> None:
-    assert PLACEMENTS["prefix-aware"](candidates(*loads)) == chosen
+    assert PLACEMENTS["prefix-aware"](candidates(**loads)) == chosen
 
 
 def test_the_least_loaded_takes_a_request_whatever_is_cached() -> None:
-    assert PLACEMENTS["least-loaded"](candidates((8, 5, 0), (0, 4, 2), (9, 4, 1))) == 1
+    loads = candidates(
+        num_saved_tokens=[8, 0, 9, 9], num_pending_tokens=[5, 4, 4, 6], last_turn=[0, 2, 1, 3]
+    )
+    assert PLACEMENTS["least-loaded"](loads) == 2
 
 
 def test_in_a_round_robin_whoever_was_chosen_longest_ago_is_next() -> None:
-    assert PLACEMENTS["round-robin"](candidates((8, 5, 4), (0, 4, 2), (9, 0, 3))) == 1
-    assert PLACEMENTS["round-robin"](candidates((8, 5, 4), (0, 4, -1), (9, 0, -1))) == 1
+    turns = [([4, 2, 3], 1), ([4, -1, -1], 1)]
+    for last_turn, chosen in turns:
+        loads = candidates(num_pending_tokens=[0, 9, 9], last_turn=last_turn)
+        assert PLACEMENTS["round-robin"](loads) == chosen
+
+
+@pytest.mark.parametrize(
+    ("depths", "heats", "worth"),
+    [
+        ([], [], []),
+        ([6], [0], [6.0]),
+        ([6], [2], [2.0]),
+        # A system prompt of 4 blocks behind which three prompts parted, and a history of its own.
+        ([4, 10], [3, 0], [1.0, 7.0]),
+        ([1, 2, 5], [1, 1, 1], [0.5, 1.0, 2.5]),
+    ],
+)
+def test_blocks_behind_which_many_prompts_parted_are_worth_less(
+    depths: list[int], heats: list[int], worth: list[float]
+) -> None:
+    assert worth_of_blocks(depths, heats) == worth
 
 
 @pytest.mark.parametrize(

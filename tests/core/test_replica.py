@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from fingerprint_rank import oracle
 from replica_driver import (
@@ -9,6 +11,7 @@ from replica_driver import (
     prompt_keys,
 )
 
+from rayserve_paged.core.delivered import DeliveredSample
 from rayserve_paged.core.ids import Attempt, ConsumerId, StepId
 from rayserve_paged.core.replica import REPORT_INTERVAL_S
 from rayserve_paged.core.replica_messages import (
@@ -21,7 +24,7 @@ from rayserve_paged.core.replica_messages import (
     StepFinished,
     Tick,
 )
-from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.step_messages import StepResult
 
 
@@ -263,6 +266,35 @@ def test_a_busy_replica_reports_at_intervals_and_only_changes(driver: ReplicaDri
     assert [len(report.published) for report in driver.reports] == [1, 2]
     driver.tick(10 * REPORT_INTERVAL_S)
     assert len(driver.reports) == 2
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        make_request(range(9), 4),
+        make_request(range(9), 4, n=3),
+        make_request(range(9), 4, n=2, beam_width=2),
+        dataclasses.replace(make_request(range(9), 4), delivered=(DeliveredSample(0, (7, 8)),)),
+    ],
+)
+def test_a_prompt_is_reported_as_computed_with_the_first_token_and_once(request_: Request) -> None:
+    driver = ReplicaDriver(make_limits(block_size=64), max_num_batched_tokens=6)
+    driver.submit(request_)
+    finish_at(driver, driver.execute(), 1.0)
+    assert driver.reports == []
+    finish_at(driver, driver.execute(), 1.01)
+    assert [report.prefilled for report in driver.reports] == [(("q0", 0),)]
+    driver.run()
+    assert driver.reports[-1].finished == (("q0", 0),)
+    assert all(not report.prefilled for report in driver.reports[1:])
+
+
+def test_a_request_without_a_token_is_not_reported_as_computed(driver: ReplicaDriver) -> None:
+    request = make_request(range(9), 4)
+    driver.submit(request)
+    driver.send(CancelRequest(request.request_id, request.attempt))
+    driver.run()
+    assert [(report.prefilled, len(report.finished)) for report in driver.reports] == [((), 1)]
 
 
 def test_a_replica_says_when_its_next_report_is_due(driver: ReplicaDriver) -> None:

@@ -128,6 +128,7 @@ def simulate(
         assert host.replica.kv.pool.num_held == 0
         assert cluster.controller.controller.num_requests(host.replica.replica_id) == 0
         assert cluster.controller.controller.num_pending_tokens(host.replica.replica_id) == 0
+        assert cluster.controller.controller.num_queued_tokens(host.replica.replica_id) == 0
     for consumer in cluster.consumers:
         assert consumer.consumer.open_requests == ()
     by_number = np.argsort(report.requests.number)
