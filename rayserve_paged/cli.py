@@ -14,6 +14,7 @@ from rayserve_paged.commands.bench import bench
 from rayserve_paged.commands.demo import demo
 from rayserve_paged.commands.down import down
 from rayserve_paged.commands.generate import generate
+from rayserve_paged.commands.profile import profile
 from rayserve_paged.commands.replay import replay
 from rayserve_paged.commands.simulate import simulate
 from rayserve_paged.core.errors import PagedError
@@ -32,6 +33,7 @@ app.command()(down)
 app.command()(analyze)
 app.command()(simulate)
 app.command()(replay)
+app.command()(profile)
 
 
 def main() -> None:

@@ -5,12 +5,17 @@ from typing import Annotated
 
 import typer
 
+from rayserve_paged.commands.fidelity import fidelity
+
 bench = typer.Typer(help="Measure parts of the system.", no_args_is_help=True)
 
 
 @bench.callback()
 def _group() -> None:
     """Keep the subcommands' names, however few there are."""
+
+
+bench.command()(fidelity)
 
 
 @bench.command()

@@ -1,0 +1,1 @@
+"""Measures what steps, messages and starts take, for the simulator."""
