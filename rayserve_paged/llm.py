@@ -329,6 +329,10 @@ class LLM:
             options: As in `generate`: salt, adapter and window of the prompts that begin with it.
             fields: As in `stream`.
 
+        Returns:
+            The tokens kept on each replica: whole blocks, so that they are 0 where the prompt is
+            shorter than a block or none of it is cached, and then there is no pin to let go of.
+
         Raises:
             InvalidInputError: At the prompt, the options or the name.
             PinLimitError: On some replica pins would hold more than they may; it is pinned on none.

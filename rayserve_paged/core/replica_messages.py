@@ -206,7 +206,8 @@ class PinAnswered:
 
     Args:
         pin_id: Of the pin.
-        num_tokens: Tokens in the blocks that it holds.
+        num_tokens: Tokens in the blocks that it holds; 0 where none is cached, and then the name
+            is free.
         refused: Why it holds none; None where it was not refused.
     """
 

@@ -10,8 +10,8 @@ from fingerprint_rank import prompt_oracle
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from replica_checks import Tracked, check_figures, check_reports
-from replica_driver import R0, TIMEOUTS, ReplicaDriver, make_limits
-from replica_workload import STORIES
+from replica_driver import R0, TIMEOUTS, ReplicaDriver, make_limits, make_request
+from replica_workload import IDENTITIES, STORIES
 
 from rayserve_paged.core.attention_window import FULL_ATTENTION, ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.config import QueuePolicy
@@ -26,7 +26,6 @@ from rayserve_paged.core.replica_messages import (
     StepFailed,
     UnpinPrefix,
 )
-from rayserve_paged.core.token_ids import TokenIds
 
 POLICIES: tuple[QueuePolicy, ...] = get_args(QueuePolicy)
 LEASE_S = TIMEOUTS.consumer_lease_s
@@ -171,12 +170,34 @@ class RunningReplica(RuleBasedStateMachine):
             self.driver.step()
             self.keep_answers(fate)
 
-    @rule(story=st.sampled_from(STORIES), num_tokens=st.integers(1, 12), name=st.booleans())
-    def pin(self, story: list[int], num_tokens: int, name: bool) -> None:
+    @rule(
+        story=st.sampled_from(STORIES),
+        num_tokens=st.integers(1, 12),
+        name=st.booleans(),
+        identity=st.sampled_from(["plain", "plain", *IDENTITIES]),
+        attention=st.sampled_from([*[(None, 0)] * 3, (2, 1), (3, 0), (7, 2)]),
+    )
+    def pin(
+        self,
+        story: list[int],
+        num_tokens: int,
+        name: bool,
+        identity: str,
+        attention: tuple[int | None, int],
+    ) -> None:
         pins = self.driver.replica.pins
         before = pins.num_blocks
-        commands = self.driver.send(PinPrefix(PinId(str(name)), TokenIds.of(story[:num_tokens])))
+        like = make_request(
+            story[:num_tokens],
+            window=attention[0],
+            num_sink_tokens=attention[1],
+            **IDENTITIES[identity],
+        )
+        event = PinPrefix(PinId(str(name)), like.prompt_token_ids, like.scope, like.attachments)
+        commands = self.driver.send(event)
         (answer,) = [command for command in commands if isinstance(command, PinAnswered)]
+        table = pins.tables.get(PinId(str(name)))
+        assert answer.num_tokens == (0 if table is None else table.num_slots)
         if answer.refused is not None:
             assert before + answer.refused.num_blocks > self.limits.max_pinned_blocks
             assert pins.num_blocks == before

@@ -58,6 +58,13 @@ def test_pinned_blocks_are_held_while_everything_else_is_evicted() -> None:
     assert driver.replica.kv.pool.num_held == 0
 
 
+def test_a_prefix_of_less_than_a_block_is_no_pin() -> None:
+    driver = make_driver()
+    driver.generate(make_request(range(3), 1))
+    assert pin(driver, SYSTEM, range(3)).num_tokens == 0
+    assert SYSTEM not in driver.replica.pins.tables
+
+
 def test_what_is_not_cached_is_not_pinned_and_only_full_blocks_are() -> None:
     driver = make_driver()
     driver.generate(make_request(range(7), 1))

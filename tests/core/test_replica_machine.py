@@ -113,7 +113,13 @@ def random_walk(seed: int, num_operations: int) -> ReplicaMachine:
         machine.work_is_never_left_without_a_step()
         machine.all_figures_add_up()
         if draw.random() < 0.03:
-            machine.pin(draw.choice(STORIES), draw.randint(1, 12), draw.random() < 0.5)
+            machine.pin(
+                draw.choice(STORIES),
+                draw.randint(1, 12),
+                draw.random() < 0.5,
+                draw.choice(["plain", "plain", *IDENTITIES]),
+                draw.choice([(None, 0), (None, 0), (2, 1), (3, 0), (7, 2)]),
+            )
         if draw.random() < 0.03:
             machine.unpin(draw.random() < 0.5)
         if draw.random() < 0.004:

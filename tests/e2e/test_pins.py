@@ -69,6 +69,12 @@ def test_a_reset_ends_pins_and_nonsense_is_refused(llm: LLM) -> None:
         llm.pin_prefix(SYSTEM, "")
     with pytest.raises(InvalidInputError, match="prompt"):
         llm.pin_prefix([1, -1])
+    with pytest.raises(InvalidInputError, match="at least one token"):
+        llm.pin_prefix([])
+    longest = llm.limits.max_model_len - 1
+    with pytest.raises(InvalidInputError, match=f"at most {longest} tokens"):
+        llm.pin_prefix([5] * (longest + 1))
+    assert dict(llm.pin_prefix(SYSTEM[:3]).num_tokens) == {"r0": 0}
 
 
 @pytest.mark.parametrize(
