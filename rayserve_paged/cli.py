@@ -17,7 +17,7 @@ from rayserve_paged.commands.generate import generate
 from rayserve_paged.commands.profile import profile
 from rayserve_paged.commands.replay import replay
 from rayserve_paged.commands.simulate import simulate
-from rayserve_paged.core.errors import PagedError
+from rayserve_paged.core.errors import PagedError, in_one_line
 
 app = typer.Typer(
     name="rayserve-paged",
@@ -41,17 +41,12 @@ def main() -> None:
     try:
         app()
     except PagedError as error:
-        print(f"rayserve-paged: {_in_one_line(error)}", file=sys.stderr)
+        print(f"rayserve-paged: {in_one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         # The reader has enough; nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-
-
-def _in_one_line(error: PagedError) -> str:
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return " ".join(f"{error}{notes}".split())
 
 
 if __name__ == "__main__":

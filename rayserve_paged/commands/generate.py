@@ -10,7 +10,7 @@ from rayserve_paged.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from rayserve_paged.core.config import DeploymentConfig
-    from rayserve_paged.prompt_file import PromptEntry
+    from rayserve_paged.prompt_file import PromptEntry, RefusedEntry
 
 
 def _option(group: str, text: str, *names: str) -> object:
@@ -25,6 +25,10 @@ def _sampling(text: str, *names: str) -> object:
     return _option("Sampling, for prompts that do not set it themselves", text, *names)
 
 
+def _serving(text: str, *names: str) -> object:
+    return _option("Serving, for prompts that do not set it themselves", text, *names)
+
+
 def _deployment(text: str, *names: str) -> object:
     return _option("Deployment", text, *names)
 
@@ -35,7 +39,21 @@ _Model = Annotated[
 _Prompt = Annotated[list[str] | None, _in_out("A prompt; may be given again.")]
 _Prompts = Annotated[
     Path | None,
-    _in_out("JSON lines with prompt, messages or prompt_token_ids, and any sampling field."),
+    _in_out(
+        "JSON lines with prompt, messages or prompt_token_ids, and what else is for that prompt "
+        "alone, named as the options below: max_tokens, window, ..."
+    ),
+]
+_SkipInvalid = Annotated[
+    bool,
+    _in_out("Answer the other lines of --prompts where some are refused.", "--skip-invalid"),
+]
+_Pin = Annotated[
+    list[str] | None,
+    _in_out(
+        "Text that is computed first and stays cached to the end, for prompts that begin with "
+        "it; may be given again. Needs --max-pinned-share."
+    ),
 ]
 _Json = Annotated[bool, _in_out("Print one JSON line per request.", "--json")]
 _Timings = Annotated[bool, _in_out("Print on stderr where the time went.", "--timings")]
@@ -90,6 +108,28 @@ _Logprobs = Annotated[
 _PromptLogprobs = Annotated[
     int | None, _sampling("The same at each position of the prompt but the first.")
 ]
+_Priority = Annotated[int | None, _serving("Lower is served first (0).")]
+_Tenant = Annotated[str | None, _serving("Who is charged under --policy weighted-fair.")]
+_TenantSalt = Annotated[
+    str | None, _serving("Requests share cached prefixes only with those of an equal salt.")
+]
+_Adapter = Annotated[str | None, _serving("ID@VERSION of weights laid over the model's.")]
+_Window = Annotated[
+    int | None, _serving("Positions that a token attends to, its own the last; absent: all.")
+]
+_NumSinkTokens = Annotated[
+    int | None, _serving("First positions that it attends to besides its window (0).")
+]
+_Retention = Annotated[
+    list[str] | None,
+    _serving(
+        "START:END=PRIORITY[,SECONDS]: how long tokens stay cached, of priority 0 to 100 (35), "
+        "without END the output's too; may be given again."
+    ),
+]
+_DeadlineS = Annotated[
+    float | None, _serving("Seconds after which what is not done is given up; absent: none.")
+]
 _Tp = Annotated[int | None, _deployment("Ranks of each replica (1).")]
 _Replicas = Annotated[int | None, _deployment("Replicas (1).")]
 _Dtype = Annotated[str | None, _deployment("fp32 (the default), bf16 or fp16.")]
@@ -98,6 +138,9 @@ _NumBlocks = Annotated[int | None, _deployment("Blocks of each rank's pool.")]
 _CacheMemory = Annotated[str | None, _deployment("Size of each rank's pool, such as 512MiB.")]
 _PartialReuse = Annotated[
     bool, _deployment("Reuse leading slots of cached blocks as well.", "--partial-reuse")
+]
+_MaxPinnedShare = Annotated[
+    float | None, _deployment("Share of the pool that --pin may take, up to 0.9 (0).")
 ]
 _MaxModelLen = Annotated[
     int | None, _deployment("Most prompt and output tokens (the model's own limit).")
@@ -110,6 +153,25 @@ _PipelineDepth = Annotated[
 _MaxDecodeSteps = Annotated[int | None, _deployment("Steps that one plan may run (1).")]
 _MaxPrefixWaitSteps = Annotated[
     int | None, _deployment("Steps that a request waits for a prefix in flight (64).")
+]
+_Policy = Annotated[
+    str | None,
+    _deployment(
+        "Who starts first: priority (the default), fcfs, weighted-fair, shortest-remaining or "
+        "longest-prefix-first."
+    ),
+]
+_OldestEvery = Annotated[
+    int | None, _deployment("One in so many starts is that of who has waited longest.")
+]
+_TenantWeights = Annotated[
+    str | None, _deployment('Shares under weighted-fair, such as {"gold": 2}; 1 for others.')
+]
+_MaxNumWaiting = Annotated[
+    int | None, _deployment("Sequences that may wait on a replica; absent: any number.")
+]
+_MaxPendingTokens = Annotated[
+    int | None, _deployment("Tokens that its unfinished requests may come to; absent: any.")
 ]
 _Name = Annotated[str | None, _deployment("Its name on the cluster (default).")]
 _Shell = Annotated[
@@ -125,6 +187,8 @@ def generate(
     model: _Model = None,
     prompt: _Prompt = None,
     prompts: _Prompts = None,
+    skip_invalid: _SkipInvalid = False,
+    pin: _Pin = None,
     as_json: _Json = False,
     timings: _Timings = False,
     n: _N = None,
@@ -149,6 +213,14 @@ def generate(
     stop_token_ids: _StopTokenIds = None,
     logprobs: _Logprobs = None,
     prompt_logprobs: _PromptLogprobs = None,
+    priority: _Priority = None,
+    tenant: _Tenant = None,
+    tenant_salt: _TenantSalt = None,
+    adapter: _Adapter = None,
+    window: _Window = None,
+    num_sink_tokens: _NumSinkTokens = None,
+    retention: _Retention = None,
+    deadline_s: _DeadlineS = None,
     tp: _Tp = None,
     replicas: _Replicas = None,
     dtype: _Dtype = None,
@@ -156,12 +228,18 @@ def generate(
     num_blocks: _NumBlocks = None,
     cache_memory: _CacheMemory = None,
     partial_reuse: _PartialReuse = False,
+    max_pinned_share: _MaxPinnedShare = None,
     max_model_len: _MaxModelLen = None,
     max_num_seqs: _MaxNumSeqs = None,
     max_num_batched_tokens: _MaxNumBatchedTokens = None,
     pipeline_depth: _PipelineDepth = None,
     max_decode_steps: _MaxDecodeSteps = None,
     max_prefix_wait_steps: _MaxPrefixWaitSteps = None,
+    policy: _Policy = None,
+    oldest_every: _OldestEvery = None,
+    tenant_weights: _TenantWeights = None,
+    max_num_waiting: _MaxNumWaiting = None,
+    max_pending_tokens: _MaxPendingTokens = None,
     name: _Name = None,
     shell: _Shell = "ray",
     address: _Address = None,
@@ -192,6 +270,16 @@ def generate(
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
     }
+    options = {
+        "priority": priority,
+        "tenant": tenant,
+        "tenant_salt": tenant_salt,
+        "adapter": adapter,
+        "window": window,
+        "num_sink_tokens": num_sink_tokens,
+        "retention": retention or None,
+        "deadline_s": deadline_s,
+    }
     flags = {
         "name": name,
         "model.model": model,
@@ -201,47 +289,91 @@ def generate(
         "cache.num_blocks": num_blocks,
         "cache.memory": cache_memory,
         "cache.partial_reuse": partial_reuse or None,
+        "cache.max_pinned_share": max_pinned_share,
         "batch.max_num_seqs": max_num_seqs,
         "batch.max_num_batched_tokens": max_num_batched_tokens,
         "batch.pipeline_depth": pipeline_depth,
         "batch.max_decode_steps": max_decode_steps,
         "batch.max_prefix_wait_steps": max_prefix_wait_steps,
+        "batch.policy": policy,
+        "batch.oldest_every": oldest_every,
+        "batch.tenant_weights": tenant_weights,
+        "batch.max_num_waiting": max_num_waiting,
+        "batch.max_pending_tokens": max_pending_tokens,
         "parallel.tensor_parallel_size": tp,
         "parallel.num_replicas": replicas,
     }
-    given = {field: value for field, value in sampling.items() if value is not None}
-    entries = _entries(prompt or [], prompts, given)
+    sampling, options = _given(sampling), _given(options)
+    entries, pins = _entries(prompt or [], prompts, pin or [], sampling, options, skip_invalid)
     settings = _settings(config, flags)
     from rayserve_paged.answer_prompts import answer_prompts
 
     answer_prompts(
-        settings, entries, shell=shell, address=address, as_json=as_json, timings=timings
+        settings,
+        entries,
+        pins,
+        shell=shell,
+        address=address,
+        as_json=as_json,
+        timings=timings,
+        skip_invalid=skip_invalid,
     )
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: value for field, value in fields.items() if value is not None}
 
 
 def _entries(
-    texts: Sequence[str], path: Path | None, sampling: dict[str, Any]
-) -> "list[PromptEntry]":
+    texts: Sequence[str],
+    path: Path | None,
+    pins: Sequence[str],
+    sampling: dict[str, Any],
+    options: dict[str, Any],
+    skip_invalid: bool,
+) -> "tuple[list[PromptEntry | RefusedEntry], list[PromptEntry]]":
+    """Return what is to be answered, and what is to be pinned before."""
     from rayserve_paged.core.sampling_params import SamplingParams
-    from rayserve_paged.prompt_file import (
-        PromptEntry,
+    from rayserve_paged.prompt_file import PromptEntry, read_prompts
+    from rayserve_paged.prompt_flags import (
+        parse_adapter,
         parse_logit_bias,
+        parse_retention,
         parse_token_ids,
-        read_prompts,
     )
+    from rayserve_paged.request_options import RequestOptions
 
     if bool(texts) == (path is not None):
         raise InvalidInputError("--prompt", texts, "either --prompt or --prompts")
+    if skip_invalid and path is None:
+        raise InvalidInputError("--skip-invalid", True, "--prompts with it")
     if "logit_bias" in sampling:
         sampling["logit_bias"] = parse_logit_bias(sampling["logit_bias"])
     for field in ("allowed_token_ids", "stop_token_ids"):
         if field in sampling:
             flag = "--" + field.replace("_", "-")
             sampling[field] = parse_token_ids(flag, sampling[field])
+    if "retention" in options:
+        options["retention"] = parse_retention(options["retention"])
+    if "adapter" in options:
+        options["adapter"] = parse_adapter(options["adapter"])
+    pinned = []
+    if pins:
+        # What concerns an answer alone does not concern them.
+        kept = {name: options[name] for name in options if name not in ("retention", "deadline_s")}
+        terms, one_token = RequestOptions(**kept), SamplingParams(max_tokens=1)
+        pinned = [
+            PromptEntry(f"--pin {number}", text, one_token, terms, pin=True)
+            for number, text in enumerate(pins, 1)
+        ]
     if path is not None:
-        return read_prompts(path, sampling)
-    params = SamplingParams(**sampling)
-    return [PromptEntry(f"--prompt {number}", text, params) for number, text in enumerate(texts, 1)]
+        return read_prompts(path, sampling, options, skip_invalid=skip_invalid), pinned
+    params, terms = SamplingParams(**sampling), RequestOptions(**options)
+    entries: list[PromptEntry | RefusedEntry] = [
+        PromptEntry(f"--prompt {number}", text, params, terms)
+        for number, text in enumerate(texts, 1)
+    ]
+    return entries, pinned
 
 
 def _settings(path: Path | None, flags: Mapping[str, object]) -> "DeploymentConfig":

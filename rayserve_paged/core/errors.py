@@ -22,6 +22,12 @@ class PagedError(Exception):
     """
 
 
+def in_one_line(error: PagedError) -> str:
+    """Return what an error says, with its notes, without line breaks."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return " ".join(f"{error}{notes}".split())
+
+
 class InvalidInputError(PagedError):
     """A field holds a value that is not accepted.
 

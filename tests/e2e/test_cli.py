@@ -4,17 +4,14 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_run import FINGERPRINT, Ended, Run, refusal
 
-from rayserve_paged import cli
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.model.fingerprint import oracle
 
-FINGERPRINT = ["generate", "--model", "fingerprint", "--shell", "inprocess", "--num-blocks", "64"]
 KEYS = [
     "request_id",
     "prompt_token_ids",
@@ -27,42 +24,6 @@ KEYS = [
     "tpot_s",
 ]
 SAMPLE_KEYS = ["sibling", "token_ids", "text", "finish_reason", "tpot_s"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-Run = Callable[..., Ended]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    def run_main(*args: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["rayserve-paged", *args])
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main()
-        status = exit_info.value.code
-        assert isinstance(status, int | None)
-        captured = capfd.readouterr()
-        return Ended(status or 0, captured.out, captured.err)
-
-    return run_main
-
-
-def refusal(ended: Ended) -> str:
-    """The one line of a command that was refused."""
-    assert ended.status == 2, ended
-    assert ended.out == ""
-    (line,) = ended.err.splitlines()
-    return line.removeprefix("rayserve-paged: ")
 
 
 def greedy(prompt: str, num_tokens: int) -> list[int]:
