@@ -13,6 +13,7 @@ from rayserve_paged.commands.analyze import analyze
 from rayserve_paged.commands.bench import bench
 from rayserve_paged.commands.demo import demo
 from rayserve_paged.commands.down import down
+from rayserve_paged.commands.experiment import experiment
 from rayserve_paged.commands.generate import generate
 from rayserve_paged.commands.profile import profile
 from rayserve_paged.commands.replay import replay
@@ -34,6 +35,7 @@ app.command()(analyze)
 app.command()(simulate)
 app.command()(replay)
 app.command()(profile)
+app.command()(experiment)
 
 
 def main() -> None:

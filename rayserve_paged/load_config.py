@@ -59,7 +59,7 @@ def load_config(
     Raises:
         InvalidInputError: The file cannot be read, a name is unknown, or a value is refused.
     """
-    from_file = dict(_known_fields(_flatten(_read_yaml(path)))) if path is not None else {}
+    from_file = dict(_known_fields(_flatten(read_yaml(path)))) if path is not None else {}
     from_environment = dict(_environment_fields(os.environ if environ is None else environ))
     given = ((name, value) for name, value in _flatten(flags or {}) if value is not None)
     from_flags = dict(_known_fields(given))
@@ -69,7 +69,7 @@ def load_config(
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        accepted = _accepted(first)
+        accepted = accepted_by(first)
         if field in from_flags:
             pass
         elif field in from_environment:
@@ -103,7 +103,12 @@ def user_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     return base / "rayserve-paged"
 
 
-def _read_yaml(path: Path) -> Mapping[object, object]:
+def read_yaml(path: Path) -> Mapping[object, object]:
+    """Return the mapping that a YAML file holds; an empty file's is empty.
+
+    Raises:
+        InvalidInputError: The file cannot be read, or holds something else.
+    """
     import yaml  # Not needed, and perhaps not installed, where there is no file.
 
     try:
@@ -188,7 +193,8 @@ _PHRASES: Final = (
 )
 
 
-def _accepted(error: ErrorDetails) -> str:
+def accepted_by(error: ErrorDetails) -> str:
+    """Return what would be accepted where pydantic found an error."""
     match error["type"]:
         case "missing":
             return "a value (the field has no default)"

@@ -1,0 +1,434 @@
+"""Draws panels: small SVGs whose colours are the page's, of a width that fits a phone."""
+
+import dataclasses
+import hashlib
+import io
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import matplotlib as mpl
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from rayserve_paged.experiments.report.layout import Series
+
+FloatArray = npt.NDArray[np.float64]
+
+# Stand for the page's variables, which differ between light and dark.
+_TEXT: Final = "#fe00f0"
+_GRID: Final = "#fe00f1"
+_LIMIT: Final = "#fe00f2"
+_COLOR: Final = re.compile(r"#fe00([0-9a-f]{2})")
+_ID: Final = re.compile(r' id="([^"]*)"')
+_REFERENCE: Final = re.compile(r'(url\(#|xlink:href="#)([^)"]*)')
+
+NUM_COLORS: Final = 8
+MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "p")
+_DASHES: Final = ("-", "--", ":")
+_SIZE_IN: Final = (3.73, 2.5)
+# Any: its type names every one of the library's settings.
+_STYLE: Final[dict[Any, Any]] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "rayserve-paged",
+    "font.size": 8.5,
+    "font.family": "sans-serif",
+    "text.color": _TEXT,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _TEXT,
+    "xtick.color": _GRID,
+    "ytick.color": _GRID,
+    "xtick.labelcolor": _TEXT,
+    "ytick.labelcolor": _TEXT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "path.simplify": True,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a panel.
+
+    Args:
+        series: Whose.
+        x: float64 [n].
+        y: float64 [n]; NaN where there is no value.
+        low: float64 [n], least over the seeds; None where there is one seed.
+        high: float64 [n], most over the seeds.
+    """
+
+    series: Series
+    x: FloatArray
+    y: FloatArray
+    low: FloatArray | None = None
+    high: FloatArray | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """One direction of a panel.
+
+    Args:
+        title: Written at the axis.
+        is_log: Whether it is logarithmic.
+        ticks: Positions and labels; None for what the library chooses.
+        limit: A line across, and
+        limit_label: what it is.
+        is_seconds: Whether its numbers are seconds, written as such.
+        bounds: Ends; None for those of the data.
+    """
+
+    title: str = ""
+    is_log: bool = False
+    ticks: tuple[Sequence[float], Sequence[str]] | None = None
+    limit: float | None = None
+    limit_label: str = ""
+    is_seconds: bool = False
+    bounds: tuple[float | None, float | None] = (None, None)
+
+
+def color_of(series: Series) -> str:
+    """Return the placeholder of a series' colour."""
+    return f"#fe00{series.index % NUM_COLORS + 1:02x}"
+
+
+def line_panel(lines: Sequence[Line], x: Scale, y: Scale, description: str) -> str:
+    """Draw values against x, each line with its name at its end.
+
+    Returns:
+        SVG.
+    """
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(x, y)
+        for line in lines:
+            color = color_of(line.series)
+            if line.low is not None and line.high is not None:
+                axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.18, lw=0)
+            axes.plot(line.x, line.y, _dash(line), color=color, marker=_marker(line.series))
+        _finish(axes, x, y)
+        _label_ends(axes, lines)
+        return _svg(figure, description)
+
+
+def curve_panel(
+    lines: Sequence[Line], x: Scale, y: Scale, description: str, *, is_distribution: bool = False
+) -> str:
+    """Draw dense curves without markers, with names where there is room.
+
+    Args:
+        lines: Curves over time, each value of which holds until the next; or
+        x: horizontal scale,
+        y: vertical scale,
+        description: what is seen, for those who do not see it,
+        is_distribution: whether the curves are cumulative distributions instead.
+
+    Returns:
+        SVG.
+    """
+    with mpl.rc_context(_STYLE):
+        figure, axes = _axes(x, y)
+        for line in lines:
+            draw = "default" if is_distribution else "steps-post"
+            axes.plot(
+                line.x, line.y, _dash(line), color=color_of(line.series), lw=1.4, drawstyle=draw
+            )
+        _finish(axes, x, y)
+        if is_distribution:
+            _label_sides(axes, lines)
+        else:
+            _label_peaks(axes, lines)
+        return _svg(figure, description)
+
+
+def strip_panel(rows: Sequence[tuple[Series, FloatArray]], x: Scale, description: str) -> str:
+    """Draw the values of each series as dots in a row of its own.
+
+    Returns:
+        SVG.
+    """
+    with mpl.rc_context(_STYLE):
+        ticks = list(range(len(rows)))
+        y = Scale(ticks=(ticks, ["" for _ in rows]), bounds=(len(rows) - 0.4, -0.7))
+        height = max(1.2, 0.42 * len(rows) + 0.75)
+        figure, axes = _axes(x, y, height)
+        for row, (series, values) in enumerate(rows):
+            alpha = max(0.15, min(0.8, 12 / max(1, len(values))))
+            axes.plot(
+                values,
+                np.full(len(values), row),
+                "o",
+                ms=6.5,
+                ls="none",
+                color=color_of(series),
+                alpha=alpha,
+                mew=0,
+            )
+            axes.text(
+                0,
+                row - 0.32,
+                series.label,
+                color=color_of(series),
+                va="bottom",
+                fontsize=8,
+                transform=axes.get_yaxis_transform(),
+            )
+        _finish(axes, x, y)
+        axes.grid(visible=False, axis="y")
+        return _svg(figure, description)
+
+
+def bar_panel(bars: Sequence[tuple[Series, float, str]], x: Scale, description: str) -> str:
+    """Draw one bar for each series, with its name above and its value at its end.
+
+    Returns:
+        SVG.
+    """
+    with mpl.rc_context(_STYLE):
+        ticks = list(range(len(bars)))
+        y = Scale(ticks=(ticks, ["" for _ in bars]), bounds=(len(bars) - 0.5, -0.75))
+        height = max(1.2, 0.44 * len(bars) + 0.6)
+        figure, axes = _axes(x, y, height)
+        top = max((value for _series, value, _text in bars), default=0.0)
+        for row, (series, value, text) in enumerate(bars):
+            axes.barh(row + 0.12, value, height=0.36, color=color_of(series), lw=0)
+            axes.text(value + 0.01 * top, row + 0.12, f" {text}", va="center", fontsize=8)
+            axes.text(
+                0,
+                row - 0.1,
+                series.label,
+                va="bottom",
+                fontsize=8,
+                transform=axes.get_yaxis_transform(),
+            )
+        _finish(axes, x, y)
+        axes.set_xlim(0, (top or 1.0) * 1.22)
+        axes.grid(visible=False, axis="y")
+        return _svg(figure, description)
+
+
+# --- parts --------------------------------------------------------------------------------
+
+
+def _axes(x: Scale, y: Scale, height_in: float = _SIZE_IN[1]) -> tuple[Figure, Axes]:
+    # No pyplot: nothing global, and no window whatever the machine has.
+    figure = Figure(figsize=(_SIZE_IN[0], height_in), layout="constrained")
+    figure.patch.set_visible(False)
+    axes = figure.add_subplot()
+    axes.patch.set_visible(False)
+    if x.is_log:
+        axes.set_xscale("log")
+    if y.is_log:
+        axes.set_yscale("log")
+    return figure, axes
+
+
+def _finish(axes: Axes, x: Scale, y: Scale) -> None:
+    axes.grid(visible=True, which="major")
+    axes.tick_params(which="both", length=0)
+    axes.set_xlabel(x.title)
+    axes.set_xlim(*x.bounds)
+    axes.set_ylim(*y.bounds)
+    for axis, scale in ((axes.xaxis, x), (axes.yaxis, y)):
+        if scale.ticks is not None:
+            axis.set_ticks(list(scale.ticks[0]), list(scale.ticks[1]))
+            axis.minorticks_off()
+        elif scale.is_log:
+            _ticks_of_log(axis)
+            axis.set_major_formatter(FuncFormatter(_tick_seconds if scale.is_seconds else _tick))
+        else:
+            axis.set_major_locator(MaxNLocator(5))
+            axis.set_major_formatter(FuncFormatter(_tick))
+    _draw_limits(axes, x, y)
+
+
+def _draw_limits(axes: Axes, x: Scale, y: Scale) -> None:
+    """Draw limits that are in sight."""
+    style: dict[str, Any] = {"color": _LIMIT, "fontsize": 7.5, "va": "bottom"}
+    low, high = sorted(axes.get_xlim())
+    if x.limit is not None and low <= x.limit <= high:
+        axes.axvline(x.limit, color=_LIMIT, lw=1, ls=(0, (4, 2)))
+        axes.text(
+            x.limit, 1.0, x.limit_label, ha="center", transform=axes.get_xaxis_transform(), **style
+        )
+    low, high = sorted(axes.get_ylim())
+    if y.limit is not None and low <= y.limit <= high:
+        axes.axhline(y.limit, color=_LIMIT, lw=1, ls=(0, (4, 2)))
+        axes.text(0.01, y.limit, y.limit_label, transform=axes.get_yaxis_transform(), **style)
+
+
+def _ticks_of_log(axis: Axis) -> None:
+    """Label enough of a logarithmic axis to read it."""
+    low, high = sorted(axis.get_view_interval())
+    decades = np.log10(high / low) if low > 0 else 1.0
+    subs = (1.0, 2.0, 5.0) if decades < 2.5 else (1.0, 3.0) if decades < 4 else (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=10))
+    axis.set_minor_locator(NullLocator())
+
+
+def _tick(value: float, _position: int) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+
+
+def _tick_seconds(value: float, _position: int) -> str:
+    return f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms"
+
+
+def _marker(series: Series) -> str:
+    return MARKERS[series.index % len(MARKERS)]
+
+
+def _dash(line: Line) -> str:
+    return _DASHES[line.series.index // NUM_COLORS % len(_DASHES)]
+
+
+def _label_ends(axes: Axes, lines: Sequence[Line]) -> None:
+    """Write each line's name behind its last point; names are pushed apart."""
+    ends = []
+    for line in lines:
+        known = np.flatnonzero(~np.isnan(line.y))
+        if line.series.label and len(known):
+            last = int(known[-1])
+            ends.append((float(line.y[last]), float(line.x[last]), line.series))
+    if not ends:
+        return
+    # Room for the longest name, then positions in points of that layout.
+    longest = max((series.label for _y, _x, series in ends), key=len)
+    spacer = axes.annotate(
+        longest,
+        (1, 0.5),
+        xycoords="axes fraction",
+        xytext=(6, 0),
+        textcoords="offset points",
+        fontsize=8,
+        alpha=0,
+    )
+    scale = 72 / _laid_out(axes).dpi
+    heights = [float(axes.transData.transform((x, y))[1]) * scale for y, x, _series in ends]
+    floor = float(axes.transAxes.transform((0, 0))[1]) * scale + 3
+    places = _apart(heights, 9.5, floor)
+    for (y, x, series), height, place in zip(ends, heights, places, strict=True):
+        axes.annotate(
+            series.label,
+            (x, y),
+            xytext=(6, place - height),
+            va="center",
+            textcoords="offset points",
+            fontsize=8,
+            color=color_of(series),
+            annotation_clip=False,
+        )
+    spacer.set_text(longest)
+
+
+def _apart(heights: Sequence[float], gap: float, floor: float) -> list[float]:
+    """Return heights near those given, in the same order, at least so far apart and so high."""
+    order = sorted(range(len(heights)), key=lambda index: heights[index])
+    placed = list(heights)
+    for _round in range(50):
+        moved = False
+        for low, high in itertools.pairwise(order):
+            overlap = gap - (placed[high] - placed[low])
+            if overlap > 1e-6:
+                placed[low] -= overlap / 2
+                placed[high] += overlap / 2
+                moved = True
+        if not moved:
+            break
+    lowest = floor
+    for index in order:
+        placed[index] = max(placed[index], lowest)
+        lowest = placed[index] + gap
+    return placed
+
+
+def _label_peaks(axes: Axes, lines: Sequence[Line]) -> None:
+    """Write each curve's name at its highest point, where no other name is."""
+    _laid_out(axes)
+    taken: list[Text] = []
+    for line in lines:
+        known = ~np.isnan(line.y)
+        if not line.series.label or not known.any():
+            continue
+        peak = int(np.nanargmax(line.y))
+        text = axes.annotate(
+            line.series.label,
+            (float(line.x[peak]), float(line.y[peak])),
+            xytext=(0, 3),
+            textcoords="offset points",
+            fontsize=8,
+            color=color_of(line.series),
+            ha="center",
+            va="bottom",
+        )
+        box = text.get_window_extent()
+        if any(box.overlaps(other.get_window_extent()) for other in taken):
+            text.remove()
+        else:
+            taken.append(text)
+
+
+def _label_sides(axes: Axes, lines: Sequence[Line]) -> None:
+    """Write the names of the leftmost and the rightmost curve beside them, where they part most."""
+    named = [line for line in lines if line.series.label and not np.isnan(line.y).any()]
+    if len(named) < 2:
+        return
+    levels = np.array([30.0, 40.0, 50.0, 60.0, 70.0, 80.0])
+    at = np.log(np.array([np.interp(levels, line.y, line.x) for line in named]))
+    level = int(np.argmax(np.ptp(at, axis=0)))
+    left, right = int(np.argmin(at[:, level])), int(np.argmax(at[:, level]))
+    for index, offset, side in ((left, -5, "right"), (right, 5, "left")):
+        axes.annotate(
+            named[index].series.label,
+            (float(np.exp(at[index, level])), float(levels[level])),
+            xytext=(offset, 0),
+            textcoords="offset points",
+            fontsize=8,
+            color=color_of(named[index].series),
+            ha=side,
+            va="center",
+        )
+
+
+def _laid_out(axes: Axes) -> Figure:
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    figure.draw_without_rendering()
+    return figure
+
+
+def _svg(figure: Figure, description: str) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = _COLOR.sub(r"var(--c\1)", text)
+    return _named(text, description)
+
+
+def _named(svg: str, description: str) -> str:
+    """Make ids that are referred to unique in the page, and drop the others."""
+    prefix = f"p{hashlib.sha256((description + svg).encode()).hexdigest()[:8]}-"
+    referred = {match[2] for match in _REFERENCE.finditer(svg)}
+    svg = _ID.sub(lambda m: f' id="{prefix}{m[1]}"' if m[1] in referred else "", svg)
+    svg = _REFERENCE.sub(lambda m: f"{m[1]}{prefix}{m[2]}", svg)
+    box = re.search(r'viewBox="[^"]*"', svg)
+    assert box is not None, "the library writes one"
+    label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    head = (
+        f'<svg role="img" aria-label="{label}" {box[0]} xmlns:xlink="http://www.w3.org/1999/xlink">'
+    )
+    return head + svg[svg.index(">") + 1 :]
