@@ -90,12 +90,7 @@ def token_logprobs(slots: Slots, vocab_size: int) -> list[float]:
     """Hash a history to what stands for the log-probabilities of a beam's next tokens: sixteenths
     from -3 to 0, so that sums are exact and equals are common.
     """
-    digest = hashlib.blake2b(slots.tobytes(), digest_size=16).digest()
-    return [
-        -(hashlib.blake2b(digest, digest_size=1, salt=token.to_bytes(4, "little")).digest()[0] % 49)
-        / 16
-        for token in range(vocab_size)
-    ]
+    return [-(byte % 49) / 16 for byte in hashlib.shake_128(slots.tobytes()).digest(vocab_size)]
 
 
 class ScheduledRow(NamedTuple):

@@ -9,6 +9,7 @@ from replica_driver import ReplicaDriver, Stream
 
 from rayserve_paged.core.ids import BlockKey
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request
+from rayserve_paged.core.step_messages import TokenLogprobs
 
 
 @dataclasses.dataclass(eq=False)
@@ -22,6 +23,7 @@ class Tracked:
         due: When its deadline is, on the replica's clock.
         cancelled_siblings: Those that were cancelled alone.
         num_steps: Of its search; None where it has none.
+        scores: Of its prompt, where they are asked for.
     """
 
     request: Request
@@ -30,6 +32,7 @@ class Tracked:
     due: float = math.inf
     cancelled_siblings: set[int] = dataclasses.field(default_factory=set)
     num_steps: int | None = None
+    scores: tuple[TokenLogprobs, ...] = ()
     cancelled: bool = False
     abandoned: bool = False
     lapsed: bool = False
@@ -47,6 +50,13 @@ class Tracked:
         draw, poisoned = self.poison
         # Samples that are not forked yet fail together.
         return draw if draw == 0 or poisoned is None or poisoned == sibling else None
+
+    def check_so_far(self) -> None:
+        """Compare what every stream has got with its oracle's."""
+        for expected, stream in self.samples:
+            assert stream.token_ids == expected.token_ids[: len(stream.token_ids)]
+        first = self.samples[0][1]
+        assert first.prompt_logprobs == (self.scores if first.token_ids else ())
 
     def check_end(self, now: float) -> None:
         """Compare every stream with its oracle's, or see why it ended otherwise."""

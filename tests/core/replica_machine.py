@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from beam_oracle import toy_beams
-from fingerprint_rank import Expected, oracle
+from fingerprint_rank import Expected, oracle, prompt_oracle
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from replica_checks import Tracked
@@ -17,6 +17,7 @@ from rayserve_paged.core.ids import Attempt, RequestId
 from rayserve_paged.core.replica_messages import AssignRequest, CancelRequest
 from rayserve_paged.core.request import Request, admit
 from rayserve_paged.core.retention import RetentionRange
+from rayserve_paged.core.step_messages import TokenLogprobs
 from rayserve_paged.core.token_ids import TokenIds
 
 
@@ -196,7 +197,11 @@ class ReplicaMachine(RunningReplica):
         streams = [reader.stream(request, sibling) for sibling in range(request.params.n)]
         samples = list(zip(expected, streams, strict=True))
         due = math.inf if request.deadline_s is None else self.driver.now + request.deadline_s
-        self.tracked.append(Tracked(request, samples, poison, due, num_steps=num_steps))
+        scores: tuple[TokenLogprobs, ...] = ()
+        if request.params.prompt_logprobs is not None:
+            scores = prompt_oracle(request, self.limits.layer_groups)
+        tracked = Tracked(request, samples, poison, due, num_steps=num_steps, scores=scores)
+        self.tracked.append(tracked)
         self.keep_answers("late")
 
     @precondition(lambda self: self.live())

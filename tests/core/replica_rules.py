@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from typing import get_args
 
-from fingerprint_rank import prompt_oracle
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from replica_checks import Tracked, check_figures, check_reports
@@ -245,13 +244,7 @@ class RunningReplica(RuleBasedStateMachine):
     @invariant()
     def every_stream_is_a_prefix_of_the_oracles(self) -> None:
         for tracked in self.tracked:
-            for expected, stream in tracked.samples:
-                num_tokens = len(stream.token_ids)
-                assert stream.token_ids == expected.token_ids[:num_tokens]
-            first = tracked.samples[0][1]
-            scored = tracked.request.params.prompt_logprobs is not None and first.token_ids
-            scores = prompt_oracle(tracked.request, self.limits.layer_groups) if scored else ()
-            assert first.prompt_logprobs == scores
+            tracked.check_so_far()
 
     @invariant()
     def work_is_never_left_without_a_step(self) -> None:
