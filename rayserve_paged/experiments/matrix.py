@@ -101,7 +101,7 @@ class Cell:
     @cached_property
     def digest(self) -> str:
         """32 hex digits; equal for runs that must have equal results."""
-        config = self.config.model_dump(mode="json", exclude={"name"})
+        config = self.config.model_dump(mode="json", exclude={"name", "event_log_dir"})
         for section, field in _FILES:
             config[section][field] = self.files.get(f"{section}.{field}")
         content = [RESULT_FORMAT, rayserve_paged.__version__, self.seed, config]

@@ -28,7 +28,8 @@ async def serve_open_loop(deployment: Deployment, requests: Sequence[SimRequest]
         requests: The workload, in order of arrival.
 
     Returns:
-        Their times on the monotonic clock; one that is refused or lost is among them.
+        Their times on the monotonic clock, in the order of the workload; one that is refused or
+        lost is among them.
     """
     consumer_id = ConsumerId(secrets.token_hex(4))
     # Made before the first arrives: in between it would keep the others' tokens waiting.
@@ -47,13 +48,14 @@ async def serve_open_loop(deployment: Deployment, requests: Sequence[SimRequest]
             async for update in loop.stream(request):
                 times.watch(update, time.monotonic())
         except PagedError as error:
-            times.fail(request.request_id, str(error))
+            times.fail(request.request_id, str(error), time.monotonic())
 
     try:
         arrivals = (request.arrival_s for request in requests)
         await asyncio.gather(*map(serve, made, arrivals))
     finally:
         await loop.close()
+    times.requests = {request.request_id: times.requests[request.request_id] for request in made}
     return times
 
 

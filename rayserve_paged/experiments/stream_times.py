@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from rayserve_paged.core.consumer import StreamUpdate
-from rayserve_paged.core.ids import RequestId
+from rayserve_paged.core.ids import ReplicaId, RequestId
 from rayserve_paged.core.request import FinishReason
 
 
@@ -18,6 +18,8 @@ class RequestTimes:
         arrival_s: When it was submitted.
         token_s: When each of its tokens came.
         num_cached_tokens: Of its prompt.
+        replica_id: Who served it; None where it reached none.
+        end_s: When it ended; None as long as it has not.
         finish: How it ended; None as long as it has not.
         error: Why it failed or was refused.
     """
@@ -25,6 +27,8 @@ class RequestTimes:
     arrival_s: float
     token_s: list[float] = dataclasses.field(default_factory=list)
     num_cached_tokens: int = 0
+    replica_id: ReplicaId | None = None
+    end_s: float | None = None
     finish: FinishReason | None = None
     error: str | None = None
 
@@ -44,13 +48,14 @@ class StreamTimes:
         request = self.requests[update.request_id]
         request.token_s += [now] * len(update.token_ids)
         request.num_cached_tokens = update.num_cached_tokens
+        request.replica_id = update.replica_id
         if update.finish is not None:
-            request.finish, request.error = update.finish, update.error
+            request.finish, request.error, request.end_s = update.finish, update.error, now
 
-    def fail(self, request_id: RequestId, error: str) -> None:
+    def fail(self, request_id: RequestId, error: str, now: float) -> None:
         """Take down that a request was refused or lost."""
         request = self.requests[request_id]
-        request.finish, request.error = FinishReason.ERROR, error
+        request.finish, request.error, request.end_s = FinishReason.ERROR, error, now
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
