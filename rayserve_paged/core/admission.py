@@ -114,7 +114,7 @@ class Admission:
         pool, num_copied = self._kv.pool, 0
         held = [block_id for block_id in prefix.places if block_id is not None]
         if prefix.partial is not None:
-            held.append(prefix.partial.block_id)
+            held += prefix.partial.block_ids
             num_copied = prefix.partial.num_tokens
         num_blocks = pool.num_available - pool.num_cached_of(held) - promised
         num_blocks -= self._headroom(sequence)
@@ -125,11 +125,12 @@ class Admission:
     ) -> Prefix | None:
         """Return what a waiting sequence starts on; None where it cannot."""
         if self._kv.partials is not None:
-            content = sequence.content(len(matched), sequence.num_matchable - 1)
+            num_places = len(matched) // self._kv.num_layer_groups
+            content = sequence.content(num_places, sequence.num_matchable - 1)
             partial = self._kv.match_partly(content)
-            # Its source is one block more to be held, until the step has finished.
+            # Its sources are more blocks to be held, until the step has finished.
             if partial is not None and self._fits(
-                sequence, matched, promised, source=[partial.block_id]
+                sequence, matched, promised, sources=partial.block_ids
             ):
                 return Prefix(matched, partial)
         return Prefix(matched, None) if self._fits(sequence, matched, promised) else None
@@ -151,7 +152,7 @@ class Admission:
         sequence: SequenceState,
         matched: list[BlockId | None],
         promised: int,
-        source: Sequence[BlockId] = (),
+        sources: Sequence[BlockId] = (),
         room: _Room = _NO_ROOM,
     ) -> bool:
         """Return whether a waiting sequence can start on its cached blocks.
@@ -160,7 +161,7 @@ class Admission:
             sequence: That waits.
             matched: Cached blocks that it would share.
             promised: Blocks that those who stay need for tokens they already know.
-            source: A block that it would copy from.
+            sources: Blocks that it would copy from.
             room: What others would leave that are to be preempted for it.
         """
         batch = self._batch
@@ -168,7 +169,7 @@ class Admission:
             return False
         known = sequence.num_known
         table = BlockTable(self._kv.block_size, matched, sequence.windows)
-        held = self._kv.pool.num_cached_of([*table.block_ids, *source])
+        held = self._kv.pool.num_cached_of([*table.block_ids, *sources])
         held += len(room.block_ids.intersection(table.block_ids))
         if sequence.beam is not None:
             held += sequence.beam.num_blocks_to_enter

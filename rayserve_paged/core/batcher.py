@@ -300,9 +300,9 @@ class Batcher:
                 chunk = min(chunk, self._admission.num_tokens_to_spare(sequence, prefix, promised))
             row = self._start(sequence, prefix, chunk)
             if prefix.partial is not None:
-                source, num_slots = prefix.partial
-                (target,) = sequence.table.at(sequence.num_sealed)
-                copies.append((source, target, num_slots))
+                targets = sequence.table.at(sequence.num_sealed)
+                for source, target in zip(prefix.partial.block_ids, targets, strict=True):
+                    copies.append((source, target, prefix.partial.num_tokens))
             started.append((row, chunk, chunk == pending))
             budget -= chunk
             promised += sequence.table.num_growing(sequence.num_known)

@@ -4,14 +4,16 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import cast
 
+from rayserve_paged.core.attention_window import group_key
 from rayserve_paged.core.batcher import Batcher
 from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.block_identity import extend_chain
 from rayserve_paged.core.block_pool import BlockPool, BlockState
 from rayserve_paged.core.errors import LedgerError
-from rayserve_paged.core.ids import BlockId
+from rayserve_paged.core.ids import BlockId, BlockKey
 from rayserve_paged.core.keyed_heap import MAX_ENTRIES_PER_ITEM, MAX_SPARE_ENTRIES
 from rayserve_paged.core.kv_manager import KVManager
+from rayserve_paged.core.partial_index import BlockContent
 from rayserve_paged.core.prefix_index import PrefixIndex
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.retention import DEFAULT_PRIORITY
@@ -142,8 +144,22 @@ def check_partials(
             _require(held == sources[block_id], "block {} is frozen and in a table", block_id)
         else:
             _require(key is not None, "block {} can be copied and is not kept", block_id)
-            chain = extend_chain(content.parent, content.token_ids, kv.block_size)
-            _require(chain in ([], [key]), "block {} has other tokens than its key", block_id)
+            _require(
+                num_tokens < kv.block_size or _is_key_of(key, content, kv),
+                "block {} has other tokens than its key",
+                block_id,
+            )
+
+
+def _is_key_of(key: BlockKey | None, content: BlockContent, kv: KVManager) -> bool:
+    """Return whether a full block of one of the layer groups has this key."""
+    for group in range(kv.num_layer_groups):
+        # What names a group's block of a key of the chain leads back from there as well.
+        parent = group_key(content.parent, group)
+        (chain_key,) = extend_chain(parent, content.token_ids, kv.block_size)
+        if group_key(chain_key, group) == key:
+            return True
+    return False
 
 
 def check_retention(view: PoolView, kv: KVManager) -> None:

@@ -18,9 +18,21 @@ from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.block_retention import BlockRetention
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockId, BlockKey
-from rayserve_paged.core.partial_index import BlockContent, PartialIndex, PartialMatch
+from rayserve_paged.core.partial_index import BlockContent, PartialIndex
 from rayserve_paged.core.prefix_index import PrefixIndex
 from rayserve_paged.core.retention import RetentionPlan
+
+
+class PartialPrefix(NamedTuple):
+    """Leading slots of cached blocks, to be copied into the next block of a sequence.
+
+    Args:
+        block_ids: One of each layer group; they are not to be written.
+        num_tokens: Slots that serve, in each of them.
+    """
+
+    block_ids: tuple[BlockId, ...]
+    num_tokens: int
 
 
 class Prefix(NamedTuple):
@@ -32,7 +44,7 @@ class Prefix(NamedTuple):
     """
 
     places: list[BlockId | None]
-    partial: PartialMatch | None
+    partial: PartialPrefix | None
 
 
 class _Duplicate(NamedTuple):
@@ -54,8 +66,7 @@ class KVManager:
         pool: The physical blocks.
         block_size: Slots per block.
         partial_reuse: Whether leading slots of blocks are found as well, for a copy.
-        num_layer_groups: Layer groups of the model; each has blocks of its own in the pool. Where
-            there are several, leading slots are not found.
+        num_layer_groups: Layer groups of the model; each has blocks of its own in the pool.
     """
 
     def __init__(
@@ -67,9 +78,7 @@ class KVManager:
         num_layer_groups: int = 1,
     ) -> None:
         self.pool = pool
-        self.partials: PartialIndex | None = None
-        if partial_reuse and num_layer_groups == 1:
-            self.partials = PartialIndex(pool.num_blocks, block_size)
+        self.partials = PartialIndex(pool.num_blocks, block_size) if partial_reuse else None
         self.index = PrefixIndex(pool.num_blocks)
         self.retention = BlockRetention(pool)
         self.block_size = block_size
@@ -139,13 +148,26 @@ class KVManager:
             blocks[first : first + unread] = [None] * unread
         return [blocks[place] for place in range(num_places) for blocks in found]
 
-    def match_partly(self, content: BlockContent) -> PartialMatch | None:
-        """Return the block of which most leading slots serve a sequence; changes nothing.
+    def match_partly(self, content: BlockContent) -> PartialPrefix | None:
+        """Return the blocks of which most leading slots serve a sequence; changes nothing.
 
         Args:
             content: What the sequence needs behind its matched blocks, its last token excluded.
+
+        Returns:
+            As many slots as the blocks of all layer groups have; None where one group has none.
         """
-        return None if self.partials is None else self.partials.find(content)
+        if self.partials is None:
+            return None
+        block_ids: list[BlockId] = []
+        num_tokens = self.block_size
+        for group in range(self.num_layer_groups):
+            found = self.partials.find(_content_of_group(content, group))
+            if found is None:
+                return None
+            block_ids.append(found.block_id)
+            num_tokens = min(num_tokens, found.num_tokens)
+        return PartialPrefix(tuple(block_ids), num_tokens)
 
     def num_tokens_of(self, prefix: Prefix) -> int:
         """Return how many tokens of a cached prefix need not be computed."""
@@ -155,7 +177,7 @@ class KVManager:
     def open(
         self,
         matched: Sequence[BlockId | None],
-        partial: PartialMatch | None = None,
+        partial: PartialPrefix | None = None,
         windows: Sequence[AttentionWindow] = ONE_FULL_GROUP,
         *,
         resumes: bool = False,
@@ -180,7 +202,8 @@ class KVManager:
             if retention is None:
                 self.retention.use(chain)
         if partial is not None:
-            self.pool.share([partial.block_id])
+            for block_id in partial.block_ids:
+                self.pool.share([block_id])
         return table
 
     def grow(self, table: BlockTable, num_tokens: int) -> list[BlockId] | None:
@@ -265,6 +288,7 @@ class KVManager:
         """
         if layer_group:
             key = group_key(key, layer_group)
+            content = None if content is None else _content_of_group(content, layer_group)
         if not self.index.publish(key, block_id):
             self._duplicates[block_id] = _Duplicate(key, content)
             return False
@@ -277,17 +301,18 @@ class KVManager:
             self._thaw(self.partials.add(block_id, content))
         return is_new
 
-    def freeze(self, block_id: BlockId, content: BlockContent) -> None:
+    def freeze(self, block_id: BlockId, content: BlockContent, layer_group: int = 0) -> None:
         """Keep the leading slots of a block that is not full, and that nobody will write again.
 
         Args:
             block_id: A block of a table that is about to be closed.
             content: What finished steps have computed of it, at least one token.
+            layer_group: Whose KV it holds.
         """
         # One that others hold is written by them, or belongs to them to freeze.
         if self.partials is None or self.pool.count(block_id) > 1:
             return
-        covered = self.partials.add(block_id, content)
+        covered = self.partials.add(block_id, _content_of_group(content, layer_group))
         if covered != block_id:
             self.pool.freeze(block_id)
             self._thaw(covered)
@@ -367,3 +392,8 @@ class KVManager:
         if retention is None:
             # Whoever computed a block that is published elsewhere shares it as of now.
             self.retention.use(block_ids)
+
+
+def _content_of_group(content: BlockContent, layer_group: int) -> BlockContent:
+    """Return what a block of one layer group holds where the first group's holds this."""
+    return BlockContent(group_key(content.parent, layer_group), content.token_ids)

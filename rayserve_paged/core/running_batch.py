@@ -304,7 +304,8 @@ class RunningBatch:
         end = min(int(self.computed[sequence.row]), sequence.num_known)
         content = sequence.content(index, min(end, (index + 1) * block_size - 1))
         if content.token_ids:
-            self.kv.freeze(sequence.table.at(index)[0], content)
+            for group, block_id in enumerate(sequence.table.at(index)):
+                self.kv.freeze(block_id, content, group)
 
     # --- forks ----------------------------------------------------------------------------
 

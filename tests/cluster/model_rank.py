@@ -66,6 +66,7 @@ def drive(
     pipeline_depth: int = 1,
     max_decode_steps: int = 1,
     max_num_seqs: int = 4,
+    partial_reuse: bool = False,
 ) -> tuple[ReplicaDriver, ModelRank]:
     """A replica driver whose rank runs a model, and that rank."""
     windows: Sequence[object] = [group.window for group in model.spec.layer_groups]
@@ -82,6 +83,7 @@ def drive(
         max_num_batched_tokens=max_num_batched_tokens,
         pipeline_depth=pipeline_depth,
         max_decode_steps=max_decode_steps,
+        partial_reuse=partial_reuse,
     )
     rank = ModelRank(model, num_blocks, block_size, max_num_seqs, limits.max_model_len)
     driver.rank = rank  # type: ignore[assignment]

@@ -108,6 +108,7 @@ def mixes(draw: st.DrawFn) -> dict[str, object]:
         "max_num_batched_tokens": draw(st.sampled_from([64, 7, 1])),
         "pipeline_depth": draw(st.sampled_from([2, 1])),
         "max_decode_steps": draw(st.sampled_from([1, 6])),
+        "partial_reuse": draw(st.booleans()),
         "requests": draw(
             st.lists(
                 st.tuples(

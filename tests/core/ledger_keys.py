@@ -110,7 +110,9 @@ class FollowedKeys:
         if self._kv.partials is None:
             return
         for block_id, content in self._kv.partials.items():
-            history = self._oracle.content[content.parent][-1]
+            parent, group = self._oracle.group_of.get(content.parent, (content.parent, 0))
+            history = self._oracle.content[parent][-1]
             for offset, token_id in enumerate(content.token_ids):
                 history = self._oracle.histories.after(history, token_id)
-                assert self._memory.block(block_id)[offset] == history
+                slot = history * self._kv.num_layer_groups + group
+                assert self._memory.block(block_id)[offset] == slot

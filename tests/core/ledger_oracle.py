@@ -125,7 +125,11 @@ class LedgerOracle:
         # The histories that the slots of a key's block hold; of a root the empty one.
         self.content = {scope.root(of): [self.histories.root(of)] for of in scopes}
         # Of keys of other layer groups than the first: the chain's own key, and the group.
-        self.group_of: dict[BlockKey, tuple[BlockKey, int]] = {}
+        self.group_of: dict[BlockKey, tuple[BlockKey, int]] = {
+            group_key(root, group): (root, group)
+            for root in self.content
+            for group in range(1, len(limits.layer_groups))
+        }
         self._limits = limits
         self._scope = scope
 

@@ -7,16 +7,27 @@ from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.attachments import Attachment
+from rayserve_paged.core.attention_window import (
+    FULL_ATTENTION,
+    ONE_FULL_GROUP,
+    AttentionWindow,
+)
 from rayserve_paged.core.block_pool import BlockState
 from rayserve_paged.core.ids import BlockId
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sequence import Phase
+
+SEVERAL_GROUPS = (
+    (FULL_ATTENTION, AttentionWindow(3)),
+    (AttentionWindow(4, 1), FULL_ATTENTION, AttentionWindow(30)),
+)
 
 
 def make_driver(
     num_blocks: int = 64,
     block_size: int = 16,
     *,
+    layer_groups: tuple[AttentionWindow, ...] = ONE_FULL_GROUP,
     partial_reuse: bool = True,
     pipeline_depth: int = 1,
     max_decode_steps: int = 1,
@@ -24,7 +35,7 @@ def make_driver(
     poison: Sequence[tuple[int, ...]] = (),
 ) -> ReplicaDriver:
     return ReplicaDriver(
-        make_limits(num_blocks, block_size, vocab_size=500),
+        make_limits(num_blocks, block_size, vocab_size=500, layer_groups=layer_groups),
         max_num_batched_tokens=budget,
         pipeline_depth=pipeline_depth,
         max_decode_steps=max_decode_steps,
@@ -95,6 +106,42 @@ def test_a_prompt_that_diverges_inside_a_block_takes_all_common_tokens(
     assert driver.replica.batcher.num_queried_tokens == 48 + common + 20
     # Nothing of the first was touched: all but its last prompt token is still there.
     assert run(driver, first) == (47, 1)
+
+
+@pytest.mark.parametrize("layer_groups", SEVERAL_GROUPS)
+def test_leading_slots_are_copied_in_every_layer_group(
+    layer_groups: tuple[AttentionWindow, ...],
+) -> None:
+    driver = make_driver(layer_groups=layer_groups)
+    first = make_request(range(40), 12)
+    assert run(driver, first) == (0, 40)
+    # Inside a block that is full, inside the tail, and behind it.
+    assert run(driver, make_request([*range(25), 400, 401], 1)) == (25, 2)
+    outputs = oracle(first, driver.limits).token_ids
+    assert run(driver, make_request([*range(40), *outputs[:5], 402], 1)) == (45, 1)
+    assert run(driver, make_request([*range(40), *outputs, 403], 1)) == (51, 2)
+    again = make_request([*range(38), 404, 405], 3, request_id="again")
+    stream = driver.submit(again)
+    assert driver.plan is not None
+    assert driver.plan.copies[:, 2].tolist() == [6] * len(layer_groups)
+    driver.run()
+    assert stream.token_ids == oracle(again, driver.limits).token_ids
+    assert driver.replica.kv.pool.num_held == 0
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_slots_that_one_layer_group_has_lost_are_not_copied_in_the_others(lost: int) -> None:
+    driver = make_driver(block_size=4, layer_groups=SEVERAL_GROUPS[0])
+    kv = driver.replica.kv
+    run(driver, make_request(range(6), 1))
+    frozen = [block_id for block_id in kv.pool.cached_ids if kv.pool.is_frozen(block_id)]
+    assert len(frozen) == 2
+    # Tails go before full blocks, those of the last group first.
+    table = kv.open([])
+    assert kv.grow(table, 4 * (kv.pool.num_free + lost)) is not None
+    assert sum(map(kv.pool.is_frozen, frozen)) == 2 - lost
+    kv.close(table)
+    assert run(driver, make_request([*range(6), 90], 1))[0] == (6 if lost == 0 else 4)
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
@@ -288,9 +335,18 @@ def streams_of(driver: ReplicaDriver, requests: Sequence[Request]) -> list[Strea
     return [driver.reader().streams[request.request_id] for request in requests]
 
 
+@pytest.mark.parametrize("layer_groups", [ONE_FULL_GROUP, *SEVERAL_GROUPS])
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
-def test_conversations_in_a_small_pool_are_exact_turn_after_turn(pipeline_depth: int) -> None:
-    driver = make_driver(num_blocks=24, block_size=4, budget=16, pipeline_depth=pipeline_depth)
+def test_conversations_in_a_small_pool_are_exact_turn_after_turn(
+    pipeline_depth: int, layer_groups: tuple[AttentionWindow, ...]
+) -> None:
+    driver = make_driver(
+        num_blocks=24 * len(layer_groups),
+        block_size=4,
+        layer_groups=layer_groups,
+        budget=16,
+        pipeline_depth=pipeline_depth,
+    )
     prompts = [[100 + i % 2, *range(i), 200 + i] for i in range(5)]
     for turn in range(4):
         requests = [
