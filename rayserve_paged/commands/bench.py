@@ -43,3 +43,30 @@ def control(
         f"a pool of 1,000,000 cached blocks: {figures['manager_bytes_per_block']:.1f} bytes per "
         f"block for ledger, keys and order of eviction"
     )
+
+
+@bench.command()
+def placement(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What a controller takes in with 8, 128 and 1,024 replicas, per second of one core.
+
+    Placements of prompts of 1,024 tokens, and keys that replicas report; without a network.
+    """
+    from rayserve_paged.experiments import placement_bench
+
+    figures = {num: placement_bench.rates(num) for num in placement_bench.NUM_REPLICAS}
+    if as_json:
+        flat = {
+            f"{name}_{num}": round(rate, 3)
+            for num, rates in figures.items()
+            for name, rate in rates.items()
+        }
+        print(json.dumps(flat))
+        return
+    for num, rates in figures.items():
+        print(
+            f"{num:5d} replicas: {rates['placements_per_s']:8,.0f} placements/s, "
+            f"{rates['directory_updates_per_s']:10,.0f} keys/s in "
+            f"{rates['reports_per_s']:7,.0f} reports/s, hit rate {rates['hit_rate']:.3f}"
+        )

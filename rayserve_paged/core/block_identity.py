@@ -10,6 +10,7 @@ section 4.4), with a cryptographic digest in place of a 64-bit one.
 """
 
 import dataclasses
+import functools
 import hashlib
 import struct
 import sys
@@ -111,25 +112,30 @@ class BlockScope:
         Args:
             of: What the requests add to this scope.
         """
-        digest = hashlib.sha256(b"rayserve-paged/block/2")
-        adapter, window = of.adapter, of.window
-        fields: list[bytes | None] = [
-            self.model_fingerprint,
-            self.dtype.encode(),
-            self.kv_dtype.encode(),
-            self.numerics.encode(),
-            self.positions.encode(),
-            str(self.block_size).encode(),
-            _text(of.tenant_salt),
-            _text(None if adapter is None else adapter.adapter_id),
-            _text(None if adapter is None else adapter.version),
-            None if window is None else f"{window.size}+{window.num_sink_tokens}".encode(),
-        ]
-        for field in fields:
-            # Length first, so that no two lists of fields run together into the same bytes.
-            digest.update(b"-" if field is None else b"%d:" % len(field))
-            digest.update(field or b"")
-        return BlockKey(digest.digest())
+        return _root(self, of)
+
+
+@functools.lru_cache(maxsize=4096)
+def _root(scope: BlockScope, of: RequestScope) -> BlockKey:
+    digest = hashlib.sha256(b"rayserve-paged/block/2")
+    adapter, window = of.adapter, of.window
+    fields: list[bytes | None] = [
+        scope.model_fingerprint,
+        scope.dtype.encode(),
+        scope.kv_dtype.encode(),
+        scope.numerics.encode(),
+        scope.positions.encode(),
+        str(scope.block_size).encode(),
+        _text(of.tenant_salt),
+        _text(None if adapter is None else adapter.adapter_id),
+        _text(None if adapter is None else adapter.version),
+        None if window is None else f"{window.size}+{window.num_sink_tokens}".encode(),
+    ]
+    for field in fields:
+        # Length first, so that no two lists of fields run together into the same bytes.
+        digest.update(b"-" if field is None else b"%d:" % len(field))
+        digest.update(field or b"")
+    return BlockKey(digest.digest())
 
 
 def _text(text: str | None) -> bytes | None:

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from rayserve_paged.core.ids import BlockKey
+
+Levels: TypeAlias = list[tuple[int, npt.NDArray[np.intp]]]
+"""Numbers of leading keys, ascending, from 1, with the slots of those who hold so many."""
 
 MAX_KEYS: Final = 4_000_000
 """About 1 GB."""
@@ -81,23 +84,25 @@ class Directory:
         self._holders = _without(self._holders, slot)
         self._expected = _without(self._expected, slot)
 
-    def match(self, keys: Sequence[BlockKey], num_slots: int) -> npt.NDArray[np.int64]:
-        """Return int64 [num_slots], how many leading keys each replica holds or is to hold."""
-        depths = np.zeros(num_slots, np.int64)
-        holders, expected = self._holders, self._expected
-        alive = (1 << num_slots) - 1
-        depth = 0
-        while alive:
-            held = 0
-            if depth < len(keys):
-                held = alive & (holders.get(keys[depth], 0) | expected.get(keys[depth], 0))
-            if held != alive:
-                depths[_slots(alive & ~held, num_slots)] = depth
-                alive = held
-            depth += 1
-        if len(holders) > self._max_keys // 2:
-            self._touch(keys[: depth - 1])
-        return depths
+    def match(self, keys: Sequence[BlockKey]) -> Levels:
+        """Return which replicas hold, or are to hold, how many leading keys and no more."""
+        held, expected = self._holders.get, self._expected.get
+        levels: Levels = []
+        alive = -1
+        for depth, key in enumerate(keys):
+            left = (held(key, 0) | expected(key, 0)) & alive
+            if left != alive:
+                if depth:
+                    levels.append((depth, _slots(alive & ~left)))
+                alive = left
+                if not left:
+                    break
+        else:
+            if keys:
+                levels.append((len(keys), _slots(alive)))
+        if levels and len(self._holders) > self._max_keys // 2:
+            self._touch(keys[: levels[-1][0]])
+        return levels
 
     def _touch(self, keys: Sequence[BlockKey]) -> None:
         holders = self._holders
@@ -113,9 +118,9 @@ def _without(holders: dict[BlockKey, int], slot: int) -> dict[BlockKey, int]:
     return {key: held for key, held in kept if held}
 
 
-def _slots(bits: int, num_slots: int) -> npt.NDArray[np.intp]:
-    """Return the slots whose bits are set."""
+def _slots(bits: int) -> npt.NDArray[np.intp]:
+    """Return the slots whose bits are set, at least one."""
     if not bits & (bits - 1):
         return np.array([bits.bit_length() - 1])
-    raw = np.frombuffer(bits.to_bytes(-(-num_slots // 8), "little"), np.uint8)
-    return np.flatnonzero(np.unpackbits(raw, bitorder="little"))
+    raw = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
+    return np.unpackbits(raw, bitorder="little").nonzero()[0]

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from rayserve_paged.core.config import BatchConfig, PlacementPolicy
-from rayserve_paged.core.directory import Directory
+from rayserve_paged.core.directory import Directory, Levels
 from rayserve_paged.core.ids import BlockKey, ReplicaId, RequestId
 from rayserve_paged.core.placement_policy import (
     PLACEMENTS,
@@ -29,6 +29,7 @@ from rayserve_paged.core.placement_policy import (
 from rayserve_paged.core.prefix_heat import PrefixHeat
 from rayserve_paged.core.request import ModelLimits, Request
 
+_ALL: Final = slice(None)
 _NUM_RECENT: Final = 64
 """Placements per replica over which what counts as recent work falls to a third."""
 
@@ -169,33 +170,28 @@ class Placement:
         Returns:
             The replica; None where the queue limits of all that can hold it leave no room.
         """
-        slots = np.flatnonzero(self._fits(request))
-        if self._limits_queue:
-            room = has_room(
-                self._queues(slots),
-                request.num_rows,
-                request.num_promised_tokens,
-                self._max_num_waiting,
-                self._max_pending_tokens,
-            )
-            slots = slots[room]
-        if not len(slots):
+        able = self._able(request)
+        if not able.any():
             return None
-        depths = self.directory.match(keys, len(self._names))
-        chosen = self._choose(
-            Candidates(
-                self._worth(keys, depths)[slots] * self._kinds[0].block_size,
-                self._num_queued_tokens[slots],
-                self._num_seqs[slots],
-                self._num_pending_tokens[slots],
-                self._num_recent_tokens[slots],
-                self._last_turn[slots],
-            )
+        levels = self.directory.match(keys)
+        worth = self._worth(keys, levels)
+        candidates = Candidates(
+            worth,
+            self._num_queued_tokens,
+            self._num_seqs,
+            self._num_pending_tokens,
+            self._num_recent_tokens,
+            self._last_turn,
         )
-        if longest := int(depths.max()):
-            self._heat.note(keys[longest - 1])
-        slot = int(slots[chosen])
-        self._promise(slot, request, keys, int(depths[slot]))
+        if able.all():
+            slot = self._choose(candidates)
+        else:
+            slots = able.nonzero()[0]
+            slot = int(slots[self._choose(candidates.only(slots))])
+        num_cached = next((depth for depth, slots in levels if slot in slots), 0)
+        self._promise(slot, request, keys, num_cached)
+        if levels:
+            self._heat.note(keys[levels[-1][0] - 1])
         name = self._names[slot]
         assert name is not None, "only live ones are candidates"
         return name
@@ -237,33 +233,52 @@ class Placement:
         self._last_turn[slot] = self._num_turns
         self._num_turns += 1
 
-    def _worth(self, keys: Sequence[BlockKey], depths: LongArray) -> FloatArray:
-        """Return float64 [num_slots], what the blocks are worth that each replica holds.
+    def _worth(self, keys: Sequence[BlockKey], levels: Levels) -> FloatArray:
+        """Return float64 [num_slots], what the tokens are worth that each replica holds.
 
         Args:
             keys: Of the request's prompt.
-            depths: int64 [num_slots], how many of them each replica holds.
+            levels: Which replicas hold how many of them.
         """
-        levels = np.unique(depths[depths > 0])
-        if not len(levels):
-            return depths.astype(np.float64)
-        marks = levels.tolist()
-        worth = worth_of_blocks(marks, self._heat.up_to(keys, marks))
-        table: FloatArray = np.array([0.0, *worth])
-        return table[np.searchsorted(levels, depths, side="right")]
+        worth = np.zeros(len(self._names))
+        depths = [depth for depth, _slots in levels]
+        heats = self._heat.up_to(keys, depths)
+        block_size = self._kinds[0].block_size
+        for (_depth, slots), blocks in zip(levels, worth_of_blocks(depths, heats), strict=True):
+            worth[slots] = blocks * block_size
+        return worth
 
     def shortest_queue(self, request: Request) -> tuple[int, int]:
         """Return the least that waits on a replica that can hold a request: sequences, tokens."""
-        loads = self._queues(np.flatnonzero(self._fits(request)))
+        loads = self._queues(self._fits(request).nonzero()[0])
         least = loads.least_busy()
         return int(loads.num_waiting[least]), int(loads.num_pending_tokens[least])
 
+    def _able(self, request: Request) -> BoolArray:
+        """Return bool [num_slots], which replicas may take a request that `admit` let in."""
+        able = self._fits(request)
+        if not self._limits_queue:
+            return able
+        room = has_room(
+            self._queues(),
+            request.num_rows,
+            request.num_promised_tokens,
+            self._max_num_waiting,
+            self._max_pending_tokens,
+        )
+        room &= able
+        return room
+
     def _fits(self, request: Request) -> BoolArray:
         """Return bool [num_slots], which live replicas have the blocks for a request."""
+        if len(self._kinds) == 1:
+            # It was admitted by the limits of the largest.
+            return self._is_live
         fits = [kind.num_usable_blocks >= request.num_blocks_needed(kind) for kind in self._kinds]
-        return self._is_live if all(fits) else self._is_live & np.array(fits)[self._kind]
+        able: BoolArray = np.array(fits)[self._kind] & self._is_live
+        return able
 
-    def _queues(self, slots: LongArray) -> QueueLoads:
+    def _queues(self, slots: LongArray | slice = _ALL) -> QueueLoads:
         return QueueLoads(
             self._num_seqs[slots], self._max_num_seqs[slots], self._num_pending_tokens[slots]
         )

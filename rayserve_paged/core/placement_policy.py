@@ -107,10 +107,25 @@ class Candidates:
     num_recent_tokens: FloatArray
     last_turn: LongArray
 
+    def only(self, indices: npt.NDArray[np.intp]) -> "Candidates":
+        """Return some of them.
+
+        Args:
+            indices: Which, ascending.
+        """
+        return Candidates(
+            self.num_saved_tokens[indices],
+            self.num_queued_tokens[indices],
+            self.num_seqs[indices],
+            self.num_pending_tokens[indices],
+            self.num_recent_tokens[indices],
+            self.last_turn[indices],
+        )
+
 
 def round_robin(candidates: Candidates) -> int:
     """Choose whoever was chosen longest ago."""
-    return int(np.argmin(candidates.last_turn))
+    return int(candidates.last_turn.argmin())
 
 
 def least_loaded(candidates: Candidates) -> int:
@@ -161,8 +176,8 @@ def worth_of_blocks(depths: Sequence[int], heats: Sequence[int]) -> list[float]:
 
 
 def _least(cost: LongArray | FloatArray, last_turn: LongArray) -> int:
-    least = np.flatnonzero(cost == cost.min())
-    return int(least[np.argmin(last_turn[least])])
+    least = (cost == np.minimum.reduce(cost)).nonzero()[0]
+    return int(least[last_turn[least].argmin()])
 
 
 PLACEMENTS: Final[Mapping[PlacementPolicy, Callable[[Candidates], int]]] = {

@@ -232,10 +232,11 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     left = limits.max_model_len - num_prompt
     asked_for = _fitting_tokens(request, limits) if params.max_tokens is None else params.max_tokens
     max_tokens = min(asked_for, left)
-    params = dataclasses.replace(
-        params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens)
-    )
-    request = dataclasses.replace(request, params=params)
+    if max_tokens != params.max_tokens or params.min_tokens > max_tokens:
+        params = dataclasses.replace(
+            params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens)
+        )
+        request = dataclasses.replace(request, params=params)
     check_delivered(request.delivered, params, request.end_ids(limits), limits.vocab_size)
     needed, usable = request.num_blocks_needed(limits), limits.num_usable_blocks
     if needed > usable:

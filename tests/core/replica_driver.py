@@ -13,6 +13,7 @@ from rayserve_paged.core.block_identity import Adapter, BlockScope, RequestScope
 from rayserve_paged.core.config import BatchConfig, QueuePolicy, TimeoutConfig
 from rayserve_paged.core.consumer import Consumer, StreamUpdate
 from rayserve_paged.core.controller_messages import Placed
+from rayserve_paged.core.directory import Directory
 from rayserve_paged.core.event_log import ReplicaStart
 from rayserve_paged.core.ids import (
     Attempt,
@@ -134,6 +135,15 @@ def make_report(
         num_resumed_tokens=0,
         fenced=fenced,
     )
+
+
+def depths(directory: Directory, keys: Sequence[BlockKey], num_slots: int) -> list[int]:
+    """How many leading keys each replica holds."""
+    found = [0] * num_slots
+    for depth, slots in directory.match(keys):
+        for slot in slots.tolist():
+            found[slot] = depth
+    return found
 
 
 def prompt_keys(request: Request, scope: BlockScope) -> tuple[BlockKey, ...]:

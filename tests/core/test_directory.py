@@ -1,5 +1,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
+from replica_driver import depths
 
 from rayserve_paged.core.directory import Directory
 from rayserve_paged.core.ids import BlockKey
@@ -9,8 +10,7 @@ KEYS = [BlockKey(bytes([i]) * 32) for i in range(5)]
 
 
 def match(directory: Directory, keys: list[BlockKey]) -> list[int]:
-    depths: list[int] = directory.match(keys, NUM_SLOTS).tolist()
-    return depths
+    return depths(directory, keys, NUM_SLOTS)
 
 
 def test_each_replica_gets_the_length_of_its_leading_run() -> None:
@@ -92,5 +92,5 @@ def test_a_directory_agrees_with_a_set_per_replica(
     expected = [
         next((i for i, key in enumerate(wanted) if key not in keys), len(wanted)) for keys in held
     ]
-    assert directory.match(wanted, 131).tolist() == expected
+    assert depths(directory, wanted, 131) == expected
     assert len(directory) == len(set().union(*held))
