@@ -9,7 +9,7 @@ from array import array
 
 import numpy as np
 
-from rayserve_paged.core.beam_group import Beam, BeamGroup, num_common_tokens
+from rayserve_paged.core.beam_group import Beam, BeamGroup, Entry
 from rayserve_paged.core.beam_search import Child
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.running_batch import RunningBatch
@@ -84,7 +84,7 @@ def preempt_beams(batch: RunningBatch, group: BeamGroup) -> None:
     for sequence in group.sequences:
         if sequence.row is not None:
             batch.preempt(sequence)
-    group.leave(batch.block_size)
+    group.leave()
 
 
 def reserve_rows(batch: RunningBatch, group: BeamGroup) -> None:
@@ -99,26 +99,33 @@ def _reserve(batch: RunningBatch, group: BeamGroup, num_rows: int) -> None:
 
 
 def _enter_others(batch: RunningBatch, group: BeamGroup) -> None:
-    """Give rows to the beams that waited for the first one: its blocks serve them all, as far as
-    their tokens are the same, and the prefix cache may know more.
-    """
-    first = group.first
-    block_size = batch.block_size
-    for sequence in group.sequences[1:]:
-        # The last token must be computed, to have candidates.
-        common = min(num_common_tokens(first, sequence), sequence.num_known - 1) // block_size
-        places = batch.kv.match(sequence.keys, sequence.num_known, sequence.windows)
-        num_places = common * len(sequence.windows)
-        if len(places) < num_places and not first.table.has_window:
-            places = first.table.places()[:num_places]
-        sequence.table = batch.kv.open(
-            places, None, sequence.windows, resumes=True, retention=sequence.retention
-        )
-        sequence.num_sealed = len(places) // len(sequence.windows)
-        sequence.priority = first.priority
-        batch.enter(sequence, sequence.num_sealed * block_size)
-    group.num_blocks_to_enter = 0
+    """Give rows to the beams that need wait no longer."""
+    group.entries = [entry for entry in group.entries if not _enter(batch, group, entry)]
     reserve_rows(batch, group)
+
+
+def _enter(batch: RunningBatch, group: BeamGroup, entry: Entry) -> bool:
+    """Give a beam a row: the blocks of another one serve it as far as their tokens are the same,
+    and the prefix cache may know more.
+
+    Returns:
+        Whether it was done; False where the other one has not computed those blocks yet.
+    """
+    sequence, source = entry.beam.sequence, entry.source
+    places = batch.kv.match(sequence.keys, sequence.num_known, sequence.windows)
+    num_places = group.num_blocks_shared(entry) * len(sequence.windows)
+    # Behind a window the other one has let go of what they have in common.
+    if len(places) < num_places and not sequence.table.has_window:
+        if source.candidates is None:
+            return False
+        places = source.sequence.table.places()[:num_places]
+    sequence.table = batch.kv.open(
+        places, None, sequence.windows, resumes=True, retention=sequence.retention
+    )
+    sequence.num_sealed = len(places) // len(sequence.windows)
+    sequence.priority = group.first.priority
+    batch.enter(sequence, sequence.num_sealed * batch.block_size)
+    return True
 
 
 def _choose(batch: RunningBatch, group: BeamGroup) -> None:

@@ -1,7 +1,8 @@
 """The beams of one request: live sequences, what was proposed for each, hypotheses found.
 
     waiting      no beam has a row; the first stands for all in the queue
-    entering     the first has a row and computes what all have in common; the others wait for it
+    entering     the first has a row and computes its tokens; the others wait, each for the one
+                 with which it has the most in common of those that are better than it
     running      all have rows; the rows that the search may yet need are reserved
     ended        `finish` is set; the outputs are `hypotheses`, or why there are none is `error`
 
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from rayserve_paged.core.beam_search import (
     BeamRules,
@@ -27,6 +30,7 @@ from rayserve_paged.core.beam_search import (
 )
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.step_messages import IntArray
 
 if TYPE_CHECKING:
     from rayserve_paged.core.sequence import SequenceState
@@ -49,6 +53,20 @@ class Beam:
     candidates: Candidates | None = None
 
 
+class Entry(NamedTuple):
+    """A beam that has no row yet, and with whom it shares the most.
+
+    Args:
+        beam: It waits.
+        source: A better one, which enters before it.
+        num_common: Leading tokens that they have in common.
+    """
+
+    beam: Beam
+    source: Beam
+    num_common: int
+
+
 class BeamGroup:
     """The search of one request.
 
@@ -59,9 +77,9 @@ class BeamGroup:
     __slots__ = (
         "_found",
         "beams",
+        "entries",
         "error",
         "finish",
-        "num_blocks_to_enter",
         "num_reserved_rows",
         "prompt_scores",
         "rules",
@@ -82,10 +100,10 @@ class BeamGroup:
         )
         # Best first.
         self.beams = [Beam(first, 0.0, array("d"))]
+        # Beams that wait for others to enter, best first.
+        self.entries: list[Entry] = []
         # Rows kept free for beams: of the width, those that no beam has.
         self.num_reserved_rows = 0
-        # Blocks that beams without a row need beyond those that they share with the first.
-        self.num_blocks_to_enter = 0
         # Of the prompt, which the first beam of all computes.
         self.prompt_scores = first.scores
         # Outputs that are not to be told of: their streams have been cancelled.
@@ -111,8 +129,29 @@ class BeamGroup:
 
     @property
     def is_entering(self) -> bool:
-        """Whether beams wait for the first one to be computed."""
-        return self.first.row is not None and self.beams[-1].sequence.row is None
+        """Whether beams wait for others to be computed."""
+        return self.first.row is not None and bool(self.entries)
+
+    @property
+    def num_blocks_to_enter(self) -> int:
+        """Blocks that beams without a row need beyond those that they share."""
+        if not self.entries:
+            return 0
+        first = self.first
+        block_size, num_known = first.table.block_size, first.num_known
+        if first.table.has_window:
+            # What the others have of the common part when one enters is their window alone.
+            empty = BlockTable(block_size, (), first.windows)
+            return empty.num_growing(num_known) * len(self.entries)
+        num_shared = sum(self.num_blocks_shared(entry) for entry in self.entries)
+        num_blocks = -(-num_known // block_size) * len(self.entries)
+        return (num_blocks - num_shared) * len(first.windows)
+
+    def num_blocks_shared(self, entry: Entry) -> int:
+        """Return how many leading blocks, in each layer group, a beam shares when it enters."""
+        # Its last token is computed anew, to have candidates, so the block of that is its own.
+        most = min(entry.num_common, self.first.num_known - 1)
+        return most // self.first.table.block_size
 
     @property
     def is_level(self) -> bool:
@@ -157,31 +196,29 @@ class BeamGroup:
             ended=len(outputs) >= self.rules.min_tokens and child.token_id in self.rules.end_ids,
         )
 
-    def leave(self, block_size: int) -> None:
+    def leave(self) -> None:
         """Note that no beam has a row any more: what was proposed is to be computed again."""
         for beam in self.beams:
             beam.candidates = None
-        first = self.first
-        if first.table.has_window:
-            # What the first has of the common part when the others enter is its window alone.
-            empty = BlockTable(block_size, (), first.windows)
-            growing = empty.num_growing(first.num_known)
-            self.num_blocks_to_enter = growing * (len(self.beams) - 1)
-            return
-        # Its last token is computed anew, so that the block of that one is its own.
-        most = (first.num_known - 1) // block_size
-        num_blocks = -(-first.num_known // block_size)
-        places = sum(
-            num_blocks - min(most, num_common_tokens(first, beam.sequence) // block_size)
-            for beam in self.beams[1:]
-        )
-        self.num_blocks_to_enter = places * len(first.windows)
+        num_prompt = self.first.num_prompt
+        outputs = np.array([sequence.tokens[num_prompt:] for sequence in self.sequences])
+        self.entries = []
+        for rank in range(1, len(self.beams)):
+            num_common = _num_common(outputs[:rank], outputs[rank])
+            source = int(num_common.argmax())
+            entry = Entry(
+                self.beams[rank], self.beams[source], num_prompt + int(num_common[source])
+            )
+            self.entries.append(entry)
 
 
-def num_common_tokens(one: SequenceState, other: SequenceState) -> int:
-    """Return how many leading tokens two beams of a group have in common."""
-    start = one.num_prompt
-    for position in range(start, one.num_known):
-        if one.tokens[position] != other.tokens[position]:
-            return position
-    return one.num_known
+def _num_common(rows: IntArray, row: IntArray) -> IntArray:
+    """Return how many leading tokens each of some rows shares with another one.
+
+    Args:
+        rows: int32 [n, num_tokens].
+        row: int32 [num_tokens].
+    """
+    differ = rows != row
+    num_common = np.where(differ.any(axis=1), differ.argmax(axis=1), len(row))
+    return num_common.astype(np.int32)

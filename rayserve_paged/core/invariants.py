@@ -278,8 +278,11 @@ def _check_beams(
         all(len(beam.logprobs) == beam.sequence.num_outputs for beam in search.beams),
         "a beam has a token without its log-probability",
     )
-    whole = not in_rows or len(in_rows) == len(sequences) or in_rows == [search.first]
-    _require(whole, "a search has started in part")
+    waiting = [entry.beam.sequence for entry in search.entries]
+    whole = [sequence for sequence in sequences if sequence not in waiting]
+    _require(not in_rows or in_rows == whole, "a search has started in part")
+    for entry in search.entries:
+        _require(entry.source in search.beams, "a beam waits for one that is gone")
     missing = width - len(in_rows) if in_rows else 0
     _require(search.num_reserved_rows == missing, "not {} rows of a search are reserved", missing)
     for beam in search.beams:

@@ -51,8 +51,9 @@ def test_searches_that_do_not_fit_together_give_way_and_all_end_right(
 def test_a_search_that_gave_way_computes_its_common_part_once(
     again_after: int | None, num_steps: int, budget: int
 ) -> None:
+    # Of these beams some have more in common with another one than with the best.
     limits = make_limits(num_blocks=64, block_size=2, vocab_size=31)
-    request = make_request(range(1, 8), 20, n=3, beam_width=3)
+    request = make_request(range(2, 9), 20, n=4, beam_width=4)
     run = BatcherDriver(request, limits, budget)
     search = run.first.beam
     assert search is not None
@@ -68,10 +69,12 @@ def test_a_search_that_gave_way_computes_its_common_part_once(
         run.step()
     steps = run.rank.history[before:]
     length = len(known[0])
-    common = 0
-    if len(known) > 1:
-        in_common = [_num_common(known[0], other) for other in known[1:]]
-        common = sum(min(count, length - 1) // 2 * 2 for count in in_common)
+    # Of each what it has in common with one of those before it.
+    common = sum(
+        min(max(_num_common(other, own) for other in known[:rank]), length - 1) // 2 * 2
+        for rank, own in enumerate(known)
+        if rank
+    )
     computed = sum(row.num_tokens for step in steps for row in step)
     assert computed == length * len(known) - common
     while run.batcher.num_running:
