@@ -272,8 +272,8 @@ class BlockPool:
         """Take one holder from each block of a chain, the last in the sequence first.
 
         Args:
-            block_ids: Head first, so that a cached chain is evicted from its tail on and never
-                cut at its head.
+            block_ids: Head first, so that what is let go of at once is evicted from its tail on
+                and never cut at its head.
 
         Raises:
             LedgerError: A block is not HELD. The blocks after it have been released.

@@ -1,4 +1,4 @@
-"""Which cached block goes next: the least likely to be asked for soon, a tail before its head.
+"""Which cached block goes next: the least likely to be asked for soon.
 
 The value of a chain of cached blocks is the rate at which requests are expected to come back to it:
 
@@ -19,11 +19,19 @@ one list for each number of uses, so that the run of the least value is the olde
     run              3    |      1      |  0       uses
     evicted         <--          <--      <--      from its end on, in part or as a whole
 
-Neither uses nor recency grow along a chain, from its head to its tail. So a block is never evicted
-before a cached block that follows it.
+Where every token attends to all before it, neither uses nor recency grow along a chain, from its
+head to its tail. So a block is never evicted before a cached block that follows it.
+
+Under a window it may be. Blocks come in one after the other as they fall behind it, so that the
+head is the oldest and goes first. A prompt that goes on from there needs the sinks and its last
+window, and nothing of what lies between. These come in at the end, the sinks last:
+
+    chain        s0 | b1 b2 b3 b4 | b5 b6 b7        sinks, behind the window, the window
+    evicted       8 |  1  2  3  4 |  7  6  5        where all were used equally often
 
 Blocks may have a *priority*. All of a lower one go before any of a higher one; each has lists of
-its own, and within them value decides. Priorities do not grow along a chain either.
+its own, and within them value decides. Of what comes in together no block has a lower priority
+than one that follows it.
 
 Sources: ghosts as in ARC (Megiddo and Modha, FAST 2003); uses over age as in hyperbolic caching
 (Blankstein et al., USENIX ATC 2017).

@@ -1,5 +1,7 @@
 """Requests and models with windows: what is kept, what is let go, what is found again."""
 
+from collections.abc import Sequence
+
 import pytest
 from fingerprint_rank import oracle
 from hypothesis import given
@@ -11,7 +13,9 @@ from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.request import Request, admit
 
 
-def windowed(prompt: range, max_tokens: int, window: int, sinks: int = 0, name: int = 0) -> Request:
+def windowed(
+    prompt: Sequence[int], max_tokens: int, window: int, sinks: int = 0, name: int = 0
+) -> Request:
     return make_request(
         prompt, max_tokens, request_id=f"q{name}", window=window, num_sink_tokens=sinks
     )
@@ -193,6 +197,35 @@ def test_a_hit_is_one_of_all_layer_groups() -> None:
     (third,) = driver.generate(request)
     assert third.num_cached_tokens == 12
     assert third.token_ids == oracle(request, limits).token_ids == again.token_ids
+
+
+@pytest.mark.parametrize("sinks", [0, 3, 5])
+@pytest.mark.parametrize("layer_groups", [ONE_FULL_GROUP, (AttentionWindow(100),)])
+def test_what_fell_behind_a_window_is_evicted_first_and_the_sinks_last(
+    layer_groups: tuple[AttentionWindow, ...], sinks: int
+) -> None:
+    """Blocks of 4, a window of 8: ten full blocks, of which a prompt that goes on reads the last
+    two and those of its sinks.
+    """
+    driver = ReplicaDriver(make_limits(num_blocks=24, layer_groups=layer_groups))
+    driver.generate(windowed(range(20), 21, 8, sinks))
+    kv = driver.replica.kv
+    (output,) = driver.reader().streams.values()
+    longer = windowed([*range(20), *output.token_ids, 90], 1, 8, sinks, name=1)
+    keys = driver.keys(longer)[:10]
+    num_sinks, behind = -(-sinks // 4), 10 - 2
+    places = [keys.index(kv.index.key_of(block_id)) for block_id in kv.pool.cached_ids]
+    # What fell behind it in one step, the prompt's first three blocks, goes from its tail on.
+    at_once, later = reversed(range(num_sinks, 3)), range(3, behind)
+    assert places == [*at_once, *later, 9, 8, *reversed(range(num_sinks))]
+    windows = longer.windows(layer_groups)
+    table = kv.open([])
+    assert kv.grow(table, 4 * kv.pool.num_free) is not None
+    for num_gone in range(1, behind - num_sinks + 1):
+        assert kv.grow(table, 4 * (table.num_places + 1)) is not None
+        assert len(kv.match(keys, 41, windows)) == 10, f"lost after {num_gone} blocks"
+    assert kv.grow(table, 4 * (table.num_places + 1)) is not None
+    assert len(kv.match(keys, 41, windows)) == num_sinks
 
 
 @st.composite
