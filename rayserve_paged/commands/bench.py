@@ -37,7 +37,7 @@ def control(
     print(
         f"a request of {control_bench.PROMPT_LEN} tokens: {figures['request_us']:.1f} µs, of which "
         f"hashing {figures['hash_us']:.1f} µs ({ratio:.2f} times bare SHA-256), "
-        f"hit rate {figures['hit_rate']:.3f}"
+        f"hit rate {figures['hit_rate']:.3f}; {figures['pack_us']:.1f} µs before, to pack its ids"
     )
     print(
         f"a pool of 1,000,000 cached blocks: {figures['manager_bytes_per_block']:.1f} bytes per "

@@ -195,13 +195,24 @@ def hash_blocks(
     return cast("list[BlockKey]", keys)
 
 
+def hash_block(parent: BlockKey, payload: bytes) -> BlockKey:
+    """Return the key of one block without content behind its tokens.
+
+    Args:
+        parent: Key of the block before, or the scope's root.
+        payload: Its packed tokens.
+    """
+    return BlockKey(hashlib.sha256(parent + payload).digest())
+
+
 def token_payload(token_ids: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
     """Return tokens as little-endian int32."""
-    if isinstance(token_ids, TokenIds):
-        return token_ids.packed
-    if isinstance(token_ids, np.ndarray):
-        return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    # An array first: that is what a sequence has, which decodes.
     if isinstance(token_ids, array) and token_ids.typecode == "i" and sys.byteorder == "little":
         return token_ids.tobytes()
+    if isinstance(token_ids, np.ndarray):
+        return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    if isinstance(token_ids, TokenIds):
+        return token_ids.packed
     # Half the time that numpy takes for a list.
     return struct.pack(f"<{len(token_ids)}i", *token_ids)

@@ -72,7 +72,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         # A stack: the last is handed out next, so that warm blocks are reused first.
         self._free = array("i", reversed(order))
-        self._counts = array("i", bytes(4 * num_blocks))
+        # A list, which Python reads and writes twice as fast as an array of integers.
+        self._counts = [0] * num_blocks
         # What becomes of a block that nobody holds any more: FREE at 0, else CACHED.
         self._kept = bytearray(num_blocks)
         self._cached = ValueEviction(num_blocks, None)
@@ -240,6 +241,18 @@ class BlockPool:
         is_new = self._kept[block_id] != _SEALED
         self._kept[block_id] = _SEALED
         return is_new
+
+    def seal_run(self, block_ids: Sequence[BlockId]) -> None:
+        """Seal several HELD blocks, as `seal` does each.
+
+        Raises:
+            LedgerError: A block is not HELD; those before it are sealed.
+        """
+        counts, kept = self._counts, self._kept
+        for block_id in block_ids:
+            if not counts[block_id]:
+                raise LedgerError(f"block {block_id} is not HELD and cannot be sealed", block_id)
+            kept[block_id] = _SEALED
 
     def freeze(self, block_id: BlockId) -> None:
         """Keep this HELD block, which is not full, as CACHED once its last holder lets go.

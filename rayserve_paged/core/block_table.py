@@ -14,6 +14,7 @@ A table has the same places in every layer group, and each group trims for itsel
 """
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.ids import BlockId
@@ -128,8 +129,11 @@ class BlockTable:
         listed = list(places)
         groups = []
         for index, window in enumerate(windows):
-            own = listed[index :: len(windows)]
-            held = [block_id for block_id in own if block_id is not None]
+            own = listed[index :: len(windows)] if len(windows) > 1 else listed
+            # Without a window nothing was trimmed, so there is nothing to look for.
+            held = cast("list[BlockId]", own)
+            if window.size is not None:
+                held = [block_id for block_id in own if block_id is not None]
             groups.append(GroupBlocks(block_size, window, held, len(own) - len(held)))
         self.groups = tuple(groups)
 
@@ -184,6 +188,16 @@ class BlockTable:
         if len(self.groups) == 1 and not first.num_trimmed:
             return [first.block_ids[place]]
         return [group.block_ids[group.index(place)] for group in self.groups]
+
+    def run(self, first: int, end: int) -> list[BlockId]:
+        """Return the blocks from one place up to another of the first layer group.
+
+        Raises:
+            IndexError: The first was trimmed.
+        """
+        group = self.groups[0]
+        start = group.index(first)
+        return group.block_ids[start : start + end - first]
 
     def num_missing(self, num_tokens: int) -> int:
         """Return how many blocks must be appended before this many tokens fit."""

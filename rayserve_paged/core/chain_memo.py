@@ -16,14 +16,13 @@ compared byte by byte. So keys are those of `extend_chain`, whatever is remember
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import sha256
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from rayserve_paged.core.attachments import Attachment
-from rayserve_paged.core.block_identity import extend_chain, hash_blocks, token_payload
+from rayserve_paged.core.block_identity import extend_chain, hash_block, hash_blocks, token_payload
 from rayserve_paged.core.ids import BlockKey
 
 MEMO_BYTES: Final = 2**25
@@ -103,7 +102,7 @@ class ChainMemo:
         ended: _Chain | None = None
         start, parent = 0, root
         while start < len(payload):
-            first = BlockKey(sha256(parent + payload[start : start + stride]).digest())
+            first = hash_block(parent, payload[start : start + stride])
             chain = chains.get(first)
             if chain is None:
                 rest = [first, *hash_blocks(first, payload[start + stride :], self._block_size)]

@@ -221,6 +221,24 @@ class KVManager:
         table.append(allocation.block_ids)
         return allocation.block_ids
 
+    def grow_all(
+        self, tables: Sequence[BlockTable], lengths: Sequence[int]
+    ) -> list[list[BlockId]] | None:
+        """Give several tables room for so many tokens each, as `grow` does, or none of them."""
+        missing = [table.num_missing(length) for table, length in zip(tables, lengths, strict=True)]
+        allocation = self.pool.allocate(sum(missing))
+        if allocation is None:
+            return None
+        if allocation.evicted:
+            self._forget(allocation.evicted)
+        appended, start = [], 0
+        for table, num_missing in zip(tables, missing, strict=True):
+            block_ids = allocation.block_ids[start : start + num_missing]
+            start += num_missing
+            table.append(block_ids)
+            appended.append(block_ids)
+        return appended
+
     def fork(self, table: BlockTable) -> BlockTable:
         """Begin another table on all blocks of a table, its unsealed tail included.
 
@@ -300,6 +318,21 @@ class KVManager:
         if content.token_ids:
             self._thaw(self.partials.add(block_id, content))
         return is_new
+
+    def seal_run(self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
+        """Publish full blocks that follow each other, as `seal` does each, and at a fraction of
+        the cost. For a pool without partial reuse.
+
+        Args:
+            block_ids: Of the first layer group.
+            keys: One for each of them.
+        """
+        assert self.partials is None, "blocks are sealed with their content"
+        if self._duplicates or not self.index.publish_run(keys, block_ids):
+            for block_id, key in zip(block_ids, keys, strict=True):
+                self.seal(block_id, key)
+            return
+        self.pool.seal_run(block_ids)
 
     def freeze(self, block_id: BlockId, content: BlockContent, layer_group: int = 0) -> None:
         """Keep the leading slots of a block that is not full, and that nobody will write again.

@@ -71,11 +71,31 @@ class PrefixIndex:
             return True
         self._key_of[block_id] = key
         self.num_published += 1
-        # A key that went and came back since the last report has not changed.
-        if key in self._evicted:
-            del self._evicted[key]
+        self._note_published(key)
+        return True
+
+    def publish_run(self, keys: Sequence[BlockKey], block_ids: Sequence[BlockId]) -> bool:
+        """Make several blocks matchable, all of them or none.
+
+        Args:
+            keys: All different.
+            block_ids: For each of them a block that has no key yet.
+
+        Returns:
+            False where another block holds the same content as one of these.
+        """
+        block_of, key_of = self._block_of, self._key_of
+        if not block_of.keys().isdisjoint(keys):
+            return False
+        block_of.update(zip(keys, block_ids, strict=True))
+        for key, block_id in zip(keys, block_ids, strict=True):
+            key_of[block_id] = key
+        self.num_published += len(keys)
+        if self._evicted.keys().isdisjoint(keys):
+            self._published.update(dict.fromkeys(keys))
         else:
-            self._published[key] = None
+            for key in keys:
+                self._note_published(key)
         return True
 
     def remove(self, block_ids: Iterable[BlockId]) -> None:
@@ -92,6 +112,13 @@ class PrefixIndex:
                 del published[key]
             else:
                 evicted[key] = None
+
+    def _note_published(self, key: BlockKey) -> None:
+        # A key that went and came back since the last report has not changed.
+        if key in self._evicted:
+            del self._evicted[key]
+        else:
+            self._published[key] = None
 
     @property
     def has_changes(self) -> bool:

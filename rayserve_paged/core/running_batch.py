@@ -368,6 +368,24 @@ class RunningBatch:
                 sequence.tokens.extend(recent[first:].tolist())
                 sequence.tokens.extend(recent[: last + 1].tolist())
 
+    def sync_all(self, rows: IntArray) -> None:
+        """Bring the tokens of several rows' sequences up to date with the arrays, as `sync` does.
+
+        Args:
+            rows: int32 [n].
+        """
+        width = self._recent.shape[1]
+        known = self.known[rows]
+        # From the oldest that is kept of a row to its last one.
+        columns = (known[:, None] + np.arange(width, dtype=np.int32)) % width
+        recent = self._recent[rows[:, None], columns].tobytes()
+        num_bytes = self._recent.itemsize
+        for place, (row, length) in enumerate(zip(rows.tolist(), known.tolist(), strict=True), 1):
+            tokens = self.sequence(row).tokens
+            end = place * width
+            start = end - length + len(tokens)
+            tokens.frombytes(recent[start * num_bytes : end * num_bytes])
+
     def may_stop(self, token_ids: IntArray) -> BoolArray:
         """Return which tokens end some running sequence, bool [n]: a superset of what ends."""
         # The last entry is never set: it stands for all ids beyond the table.

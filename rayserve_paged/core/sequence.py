@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.beam_group import BeamGroup
-from rayserve_paged.core.block_identity import extend_chain
+from rayserve_paged.core.block_identity import extend_chain, hash_block, token_payload
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockKey, ConsumerId, Row, StepId
 from rayserve_paged.core.partial_index import BlockContent
@@ -221,7 +221,10 @@ class SequenceState:
             # The prompt's last block, which outputs may fill, can hold attached content.
             attachments = self.request.attachments if start < self.num_prompt else ()
             tokens = self.tokens[start : (block_index + 1) * block_size]
-            self.keys += extend_chain(parent, tokens, block_size, attachments, start)
+            if attachments or len(tokens) > block_size:
+                self.keys += extend_chain(parent, tokens, block_size, attachments, start)
+            else:
+                self.keys.append(hash_block(parent, token_payload(tokens)))
         return self.keys[block_index]
 
     def extend_keys(self) -> None:

@@ -124,27 +124,36 @@ class StepCommit:
     def _seal(self, rows: IntArray) -> None:
         """Publish the blocks that the finished step has filled."""
         batch = self._batch
-        full = batch.computed[rows] >= batch.next_seal[rows]
-        if not full.any():
+        rows = rows[batch.computed[rows] >= batch.next_seal[rows]]
+        if not len(rows):
             return
-        for row in rows[full].tolist():
-            if not batch.alive[row]:
-                continue
+        rows = rows[batch.alive[rows]]
+        batch.sync_all(rows)
+        num_full = batch.computed[rows] // batch.block_size
+        batch.next_seal[rows] = (num_full + 1) * batch.block_size
+        for row, end in zip(rows.tolist(), num_full.tolist(), strict=True):
             sequence = batch.sequence(row)
-            batch.sync(sequence)
-            num_full = int(batch.computed[row]) // batch.block_size
-            first = sequence.num_sealed if batch.kv.is_current(sequence.table) else num_full
-            for block_index in range(first, num_full):
-                key, content = sequence.key(block_index), None
-                if batch.kv.partials is not None:
-                    content = sequence.content(block_index, sequence.num_known)
-                for group, block_id in enumerate(sequence.table.at(block_index)):
-                    is_new = batch.kv.seal(block_id, key, content, group)
-                    if is_new and sequence.retention is not None:
-                        batch.kv.retention.seal(block_id, block_index, sequence.retention)
-            sequence.num_sealed = num_full
-            batch.next_seal[row] = (num_full + 1) * batch.block_size
+            if batch.kv.is_current(sequence.table):
+                self._publish(sequence, end)
+            sequence.num_sealed = end
             batch.prefix_waits.advance(sequence)
+
+    def _publish(self, sequence: SequenceState, end: int) -> None:
+        """Publish the blocks of a sequence from the first that is not sealed to this one."""
+        kv, first = self._batch.kv, sequence.num_sealed
+        plain = kv.partials is None and kv.num_layer_groups == 1 and sequence.retention is None
+        if plain and end - first > 1:
+            sequence.key(end - 1)
+            kv.seal_run(sequence.table.run(first, end), sequence.keys[first:end])
+            return
+        for block_index in range(first, end):
+            key, content = sequence.key(block_index), None
+            if kv.partials is not None:
+                content = sequence.content(block_index, sequence.num_known)
+            for group, block_id in enumerate(sequence.table.at(block_index)):
+                is_new = kv.seal(block_id, key, content, group)
+                if is_new and sequence.retention is not None:
+                    kv.retention.seal(block_id, block_index, sequence.retention)
 
     def _is_undisturbed(self) -> bool:
         """Return whether in none of a plan's several steps anything ends."""

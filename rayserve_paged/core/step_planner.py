@@ -214,8 +214,13 @@ class StepPlanner:
         if num_tokens.max() > 1 or not batch.plain[rows].all():
             return None
         computed = batch.end[rows] + 1
+        num_plans = int((batch.slots[rows] - computed).min())
+        if num_plans <= 0:
+            return None
         known = batch.known[rows] + 1
-        room = min((batch.slots[rows] - computed).min(), (batch.max_known[rows] - known).min() - 1)
+        num_plans = min(num_plans, int((batch.max_known[rows] - known).min()) - 1)
+        if num_plans <= 0:
+            return None
         return SteadyState(
             version=batch.version,
             rows=rows,
@@ -225,7 +230,7 @@ class StepPlanner:
             computed=computed,
             outputs=known - batch.num_prompt[rows],
             readers=batch.readers.of(rows),
-            num_plans=max(0, int(room)),
+            num_plans=num_plans,
         )
 
     def _announce(self, rows: IntArray) -> tuple[RowStart, ...]:
@@ -321,13 +326,14 @@ class StepPlanner:
         short = np.flatnonzero(ends > batch.slots[rows])
         if not len(short):
             return _NO_INTS, _NO_INTS
+        growing = rows[short].tolist()
+        tables = [batch.sequence(row).table for row in growing]
+        appended = batch.kv.grow_all(tables, ends[short].tolist())
+        assert appended is not None, "counted before"
+        batch.slots[rows[short]] = -(-ends[short] // batch.block_size) * batch.block_size
         append_rows: list[int] = []
         append_blocks: list[int] = []
-        for row, end in zip(rows[short].tolist(), ends[short].tolist(), strict=True):
-            table = batch.sequence(row).table
-            block_ids = batch.kv.grow(table, end)
-            assert block_ids is not None, "counted before"
-            batch.slots[row] = table.num_slots
+        for row, block_ids in zip(growing, appended, strict=True):
             if row not in batch.unannounced:
                 append_rows += [row] * len(block_ids)
                 append_blocks += block_ids

@@ -65,6 +65,16 @@ def test_trimming_takes_out_the_middle_and_keeps_every_position() -> None:
         table.slot(4)
 
 
+def test_a_run_is_found_behind_a_hole() -> None:
+    table = BlockTable(2, held(*range(10, 20)), [AttentionWindow(5, 1)])
+    table.trim(12)
+    assert table.run(0, 1) == [10]
+    with pytest.raises(IndexError, match="block 1 of the sequence was trimmed"):
+        table.run(1, 3)
+    assert table.run(6, 9) == [16, 17, 18]
+    assert table.run(9, 9) == []
+
+
 def test_a_table_with_a_hole_grows_and_is_copied_with_it() -> None:
     table = BlockTable(2, [BlockId(5), None, BlockId(3)], [AttentionWindow(2, 1)])
     assert table.num_missing(8) == 1

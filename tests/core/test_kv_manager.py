@@ -4,6 +4,7 @@ from replica_driver import make_scope
 from rayserve_paged.core.block_identity import extend_chain
 from rayserve_paged.core.block_pool import BlockPool, BlockState
 from rayserve_paged.core.block_table import BlockTable
+from rayserve_paged.core.errors import LedgerError
 from rayserve_paged.core.ids import BlockId
 from rayserve_paged.core.kv_manager import KVManager
 
@@ -130,6 +131,56 @@ def test_a_block_that_requests_found_lasts_longer_and_one_that_was_resumed_on_do
         manager.close(table)
     # Found three times, at an age of 3 it is worth as much as an unused one of 3 / sqrt(3 + 1).
     assert manager.pool.cached_ids == expected
+
+
+def test_a_run_of_blocks_is_sealed_as_its_blocks_are() -> None:
+    manager = make_manager(8)
+    first, second = manager.open([]), manager.open([])
+    for table in (first, second):
+        manager.grow(table, 12)
+    manager.seal_run(first.run(0, 2), KEYS[:2])
+    assert manager.match(KEYS, 13) == [0, 1]
+    assert not manager.duplicates
+    # Two of these are there already; the third is not.
+    manager.seal_run(second.run(0, 3), KEYS[:3])
+    assert manager.match(KEYS, 13) == [0, 1, 5]
+    assert list(manager.duplicates) == [3, 4]
+    manager.seal_run(first.run(2, 2), [])
+    manager.close(second)
+    manager.close(first)
+    assert manager.pool.num_cached == 3
+    assert manager.match(KEYS, 13) == [0, 1, 5]
+
+
+def test_a_run_with_a_block_that_nobody_holds_is_refused() -> None:
+    manager = make_manager(4)
+    with pytest.raises(LedgerError, match="block 3 is not HELD"):
+        manager.seal_run([BlockId(3)], KEYS[:1])
+
+
+def test_tables_grow_together_as_they_do_one_by_one() -> None:
+    together, one_by_one = make_manager(6), make_manager(6)
+    tables = [together.open([]) for _ in range(3)]
+    singles = [one_by_one.open([]) for _ in range(3)]
+    for lengths in ([4, 5, 0], [4, 8, 1], [5, 9, 2]):
+        grown = [one_by_one.grow(*each) for each in zip(singles, lengths, strict=True)]
+        assert together.grow_all(tables, lengths) == grown
+    # One block is left, and two are missing: nobody gets any.
+    before = [list(table.block_ids) for table in tables]
+    together.close(tables.pop())
+    before.pop()
+    assert together.pool.num_free == 1
+    assert together.grow_all(tables, [9, 13]) is None
+    assert [table.block_ids for table in tables] == before
+    assert together.pool.num_free == 1
+
+
+def test_blocks_that_tables_get_by_eviction_cannot_be_matched_any_more() -> None:
+    manager = make_manager(2)
+    manager.close(fill(manager, 2))
+    tables = [manager.open([]), manager.open([])]
+    assert manager.grow_all(tables, [4, 4]) == [[1], [0]]
+    assert manager.match(KEYS, 9) == []
 
 
 def test_discarded_blocks_cannot_be_matched() -> None:

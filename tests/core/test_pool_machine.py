@@ -134,14 +134,18 @@ class PoolMachine(RuleBasedStateMachine):
         self.writers.append(Writer(story, keys, table, num_written, parent.num_sealed))
 
     @precondition(lambda self: self.writers)
-    @rule(pick=st.integers(0, 99))
-    def seal(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 99), as_run=st.booleans())
+    def seal(self, pick: int, as_run: bool) -> None:
         writer = self.writers[pick % len(self.writers)]
         if not self.kv.is_current(writer.table):
             return
-        for index in range(writer.num_sealed, writer.num_written // self.block_size):
-            self.kv.seal(writer.table.block_ids[index], writer.keys[index])
-            writer.num_sealed = index + 1
+        first, end = writer.num_sealed, writer.num_written // self.block_size
+        if as_run:
+            self.kv.seal_run(writer.table.run(first, end), writer.keys[first:end])
+        else:
+            for index in range(first, end):
+                self.kv.seal(writer.table.block_ids[index], writer.keys[index])
+        writer.num_sealed = end
 
     @precondition(lambda self: self.writers)
     @rule(pick=st.integers(0, 99))

@@ -247,7 +247,8 @@ _LEDGER = (
 )
 # Starts, ends, forks and copies: where a batch changes what is held.
 _MOVES = (
-    r"^step_commit\.\w+\.(_seal|_fail_rows|_fork)$|^step_planner\.\w+\.(copy_tails|_num_copies)$"
+    r"^step_commit\.\w+\.(_seal|_publish|_fail_rows|_fork)$"
+    r"|^step_planner\.\w+\.(copy_tails|_num_copies)$"
     r"|^running_batch\.\w+\.(free_retired|is_in_flight|_free|retire|preempt|mark_forked|unfork)$"
     r"|^batcher\.\w+\.(end|add|preempt|abandon|_start)$|^admission\.\w+\._fits$"
 )
