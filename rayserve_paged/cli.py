@@ -6,9 +6,11 @@ Results are on stdout alone; logs, progress and errors are on stderr. Exit statu
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+from rayserve_paged import __version__
 from rayserve_paged.commands.analyze import analyze
 from rayserve_paged.commands.bench import bench
 from rayserve_paged.commands.demo import demo
@@ -20,13 +22,30 @@ from rayserve_paged.commands.replay import replay
 from rayserve_paged.commands.simulate import simulate
 from rayserve_paged.core.errors import PagedError, in_one_line
 
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"rayserve-paged {__version__}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="rayserve-paged",
-    help="A distributed, multi-GPU KV-cache runtime for LLM serving on Ray.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    """A distributed, multi-GPU KV-cache runtime for LLM serving on Ray."""
+
+
 app.add_typer(bench, name="bench")
 app.command()(generate)
 app.command()(demo)

@@ -200,6 +200,12 @@ def accepted_by(error: ErrorDetails) -> str:
             return "a value (the field has no default)"
         case "value_error":
             return f"values that fit together: {error.get('ctx', {}).get('error')}"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return "an integer"
+        case "float_parsing" | "float_type":
+            return "a number"
+        case "bool_parsing" | "bool_type":
+            return "true or false"
         case "byte_size" | "byte_size_unit":
             return 'a size such as 1048576 or "512MiB"'
         case _:

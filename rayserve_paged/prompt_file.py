@@ -121,11 +121,14 @@ def _entry(
     place: str, line: str, sampling: Mapping[str, Any], options: Mapping[str, Any]
 ) -> PromptEntry:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, object_pairs_hook=_object)
+    except InvalidInputError as error:
+        raise located(place, error) from error
     except (ValueError, RecursionError) as error:  # The latter where it is nested too deeply.
-        raise InvalidInputError(place, line, f"a JSON object ({error})") from error
+        accepted = f"a JSON object on a line of its own ({error})"
+        raise InvalidInputError(place, line, accepted) from error
     if not isinstance(fields, dict):
-        raise InvalidInputError(place, fields, "a JSON object")
+        raise InvalidInputError(place, fields, "a JSON object on a line of its own")
     try:
         _check_names("", fields, _FIELDS)
         prompt = _prompt(fields)
@@ -137,6 +140,15 @@ def _entry(
     except InvalidInputError as error:
         raise located(place, error) from error
     return PromptEntry(place, prompt, params, own, pin)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields: dict[str, object] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise InvalidInputError(name, value, f"one value, and {fields[name]!r} is there before")
+        fields[name] = value
+    return fields
 
 
 def _check_names(inside: str, fields: Mapping[str, object], known: Sequence[str]) -> None:

@@ -117,7 +117,10 @@ def test_a_null_in_the_file_is_a_value(tmp_path: Path) -> None:
     [
         ("cache.block_size", 0, "a number greater than or equal to 1"),
         ("cache.block_size", 1025, "a number less than or equal to 1024"),
-        ("cache.block_size", "abc", "a valid integer, unable to parse string as an integer"),
+        ("cache.block_size", "abc", "an integer"),
+        ("cache.block_size", 16.5, "an integer"),
+        ("cache.max_pinned_share", "half", "a number"),
+        ("cache.partial_reuse", "maybe", "true or false"),
         ("cache.memory", "12 parsecs", 'a size such as 1048576 or "512MiB"'),
         ("model.dtype", "fp8", "'fp32', 'bf16' or 'fp16'"),
         ("model.model", "", "text with at least 1 character"),

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import socket
 import time
 from typing import Any, Final
 
@@ -25,6 +26,8 @@ _OBJECT_STORE_BYTES: Final = 80 * 2**20
 _LOOPBACK: Final = "127.0.0.1"
 _REMOVAL_TIMEOUT_S: Final = 20.0
 _LOOK_S: Final = 0.05
+_MAX_PORT: Final = 65535
+_REACH_TIMEOUT_S: Final = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -71,17 +74,25 @@ def connect(deployment: str, address: str | None) -> Connection:
                 **quiet,
             )
             return Connection(started_cluster=True, connected=True)
+        _check_reachable(address)
         if _is_bound_to_loopback(address):
             _bind_to_loopback()
         # As it was given: Ray shows its token to a cluster that it found itself, and to one with
         # an explicit address only where the environment says so.
         ray.init(address=address, **quiet)
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         is_local = address is None or address == "local"
         what = "cannot start a local Ray cluster," if is_local else "no Ray cluster at"
         reason = f"{what} address={address!r} ({_first_line(error)})"
         raise DeploymentError(deployment, reason) from error
     return Connection(started_cluster=False, connected=True)
+
+
+def _check_reachable(address: str) -> None:
+    # Ray goes on trying for many minutes, and prints what it tries.
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdecimal() and int(port) <= _MAX_PORT:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_TIMEOUT_S).close()
 
 
 def _is_bound_to_loopback(address: str) -> bool:

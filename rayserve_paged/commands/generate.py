@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -183,6 +183,9 @@ _Address = Annotated[
 _Config = Annotated[Path | None, _deployment("YAML file with the rest; what is given here wins.")]
 
 
+_EARLY: Final = {"true": True, "false": False, "never": "never"}
+
+
 def generate(
     model: _Model = None,
     prompt: _Prompt = None,
@@ -251,7 +254,7 @@ def generate(
         "best_of": best_of,
         "beam_width": beam_width,
         "length_penalty": length_penalty,
-        "early_stopping": {"true": True, "false": False}.get(early_stopping or "", early_stopping),
+        "early_stopping": _EARLY.get((early_stopping or "").lower(), early_stopping),
         "max_tokens": max_tokens,
         "min_tokens": min_tokens,
         "temperature": temperature,

@@ -151,7 +151,9 @@ def _read_rows(
         else:
             requests.append(request)
     if not requests:
-        accepted = f"a trace with at least one request ({num_skipped} rows were left out)"
+        accepted = "a trace with at least one request"
+        if num_skipped:
+            accepted += f" ({num_skipped} rows were left out)"
         raise InvalidInputError("trace", str(path), accepted)
     return Workload(tuple(requests), trace_format.trace_block_size, num_skipped)
 

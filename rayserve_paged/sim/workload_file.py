@@ -113,5 +113,7 @@ def _read_description(path: Path) -> SyntheticWorkload:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "description"
         accepted = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        value = None if first["type"] == "missing" else first["input"]
+        value = first["input"]
+        if first["type"] == "missing":
+            value, accepted = None, "a value (the field has no default)"
         raise InvalidInputError(f"{path}: {field}", value, accepted) from error

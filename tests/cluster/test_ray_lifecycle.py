@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
 
@@ -106,11 +107,21 @@ def test_what_a_rank_refuses_reaches_the_driver_as_the_same_error(cluster: str) 
     wait_for(lambda: holdings("refused") == [], "an empty cluster")
 
 
-def test_an_address_without_a_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("listens", [False, True])
+def test_an_address_without_a_cluster_is_named(
+    monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", _refuse)
-    with pytest.raises(DeploymentError, match=r"no Ray cluster at address='10\.1\.2\.3:6379'"):
-        RayShell(deployment_config("nowhere"), "10.1.2.3:6379")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if listens:
+            other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        # Ray itself is asked only where somebody listens: it would go on trying for minutes.
+        why = "nobody there" if listens else "Connection refused"
+        with pytest.raises(DeploymentError, match=f"no Ray cluster at address='{address}'.*{why}"):
+            RayShell(deployment_config("nowhere"), address)
 
 
 def _refuse(**_: object) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from command_run import FINGERPRINT, Ended, Run, refusal
 
+import rayserve_paged
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.model.fingerprint import oracle
 
@@ -211,8 +212,9 @@ def test_lines_of_a_file_bring_their_own_parameters(run: Run, tmp_path: Path) ->
         ('{"prompt": "x", "prompt_token_ids": [1]}', "exactly one of prompt, messages"),
         ('{"max_tokens": 5}', "exactly one of prompt, messages"),
         ('{"prompt": 5}', "prompt=5 is not accepted"),
-        ('{"prompt": "x"', "a JSON object (Expecting"),
-        ("[" * 100_000, "a JSON object (maximum recursion depth"),
+        ('{"prompt": "x"', "a JSON object on a line of its own (Expecting"),
+        ("[" * 100_000, "a JSON object on a line of its own (maximum recursion depth"),
+        ('{"prompt": "x", "n": 2, "n": 3}', "n=3 is not accepted: expected one value, and 2 is"),
         ("[1, 2]", "a JSON object"),
         ('{"prompt_token_ids": "12"}', "expected a list"),
         ('{"prompt_token_ids": [5, 1000]}', "prompt_token_ids=1000 is not accepted"),
@@ -332,6 +334,16 @@ def test_a_model_may_be_named_by_the_environment(run: Run, monkeypatch: pytest.M
     command = ("generate", "--shell", "inprocess", "--num-blocks", "8", "--json")
     (row,) = run(*command, "--prompt", "x", "--temperature", "0").rows
     assert row["token_ids"] == greedy("x", 16)
+
+
+def test_the_version_is_told(run: Run) -> None:
+    assert run("--version") == Ended(0, f"rayserve-paged {rayserve_paged.__version__}\n", "")
+
+
+def test_early_stopping_is_read_as_people_write_it(run: Run) -> None:
+    args = ["--prompt", "x", "--json", "--beam-width", "3", "--max-tokens", "5"]
+    said = [run(*FINGERPRINT, *args, "--early-stopping", word) for word in ("True", "NEVER")]
+    assert [ended.status for ended in said] == [0, 0]
 
 
 def test_a_misspelt_option_is_a_usage_error(run: Run) -> None:
