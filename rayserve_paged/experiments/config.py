@@ -25,8 +25,8 @@ class WorkloadConfig(_Section):
     synthetic: SyntheticWorkload | None = None
     """A made-up workload, or"""
     trace: Path | None = None
-    """a file: Mooncake's JSON lines, the CSV of Azure or of BurstGPT. A relative path is looked up
-    beside the experiment's file."""
+    """a file: Mooncake's JSON lines, the CSV of Azure or of BurstGPT, or a folder with the event
+    logs of a run. A relative path is looked up beside the experiment's file."""
     time_scale: _Positive = 1.0
     """Factor on the times of arrival: 0.5 doubles the load."""
     limit: int | None = Field(default=None, ge=1)

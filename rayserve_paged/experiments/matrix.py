@@ -301,7 +301,10 @@ def _resolve_settings(settings: dict[str, object], folder: Path) -> None:
 
 def _digest(where: str, path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = hashlib.sha256()
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        return digest.hexdigest()
     except OSError as error:
         accepted = f"a readable file ({error.strerror})"
         raise InvalidInputError(where, str(path), accepted) from error

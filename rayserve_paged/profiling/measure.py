@@ -77,7 +77,9 @@ def measure_profile(config: DeploymentConfig, effort: Effort, progress: Progress
     progress("loading")
     num_replicas = config.parallel.num_replicas
     levels = sorted({1, num_replicas})
-    with ReplicaProcesses(config) as processes:
+    # A row more than a batch has: for a chunk beside as many that decode, and a second point.
+    batch = config.batch.model_copy(update={"max_num_seqs": config.batch.max_num_seqs + 1})
+    with ReplicaProcesses(config.model_copy(update={"batch": batch})) as processes:
         limits = processes.limits
         grid = choose_grid(config.batch, limits, effort.max_context)
         held_out = held_out_shapes(grid)

@@ -67,3 +67,21 @@ def test_a_live_run_on_ray_serves_the_same(tmp_path: Path) -> None:
     live, simulated = both(tmp_path, live={"shell": "ray"})
     told = ["request", "num_prompt_tokens", "num_output_tokens", "finish", "error"]
     assert live.requests.select(told).equals(simulated.requests.select(told))
+
+
+def test_the_logs_of_a_live_run_are_a_workload_of_both(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    recorded, _simulated = both(tmp_path, event_log_dir=str(logs))
+    # Behind the one that warmed the deployment up.
+    lengths = ["num_prompt_tokens", "num_output_tokens"]
+    served = recorded.requests.select(lengths).rows()
+    for result in both(tmp_path, workload={"trace": "logs"}):
+        assert result.requests.select(lengths).rows()[1:] == served
+        assert set(result.requests["finish"]) == {"length"}
+    # The same logs are the same cell, and others are another.
+    path = write(tmp_path, axes=None, seeds=[0], workload={"trace": "logs"})
+    (cell,), (again,) = (read_experiment(path).cells for _ in range(2))
+    assert cell.digest == again.digest
+    (logs / "r1.0.jsonl").unlink()
+    (changed,) = read_experiment(path).cells
+    assert changed.digest != cell.digest
