@@ -316,7 +316,9 @@ def test_b107_the_books_are_at_zero_after_10000_requests_and_two_deaths() -> Non
         cluster.submit(request)
         if draw.random() < 0.2:
             cluster.withdraw(request)
-        cluster.step(draw.choice(names))
+        served = draw.choice(names)
+        cluster.step(served)
+        cluster.poll(served)
         if number in deaths:
             cluster.lose_replica(deaths[number])
             cluster.start_replica(deaths[number], 1)
