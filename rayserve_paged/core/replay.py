@@ -39,21 +39,12 @@ def new_replica(start: ReplicaStart) -> Replica:
         start.batch,
         start.timeouts,
         partial_reuse=start.partial_reuse,
-        term=start.term,
     )
 
 
 def new_controller(start: ControllerStart) -> Controller:
     """Make a controller."""
-    return Controller(
-        start.deployment_lease_s,
-        start.batch,
-        start.placement,
-        start.recovery,
-        start.start_timeout_s,
-        start.term,
-        start.expected,
-    )
+    return Controller(start.deployment_lease_s, start.batch, start.placement)
 
 
 def recorded(

@@ -1,11 +1,51 @@
 """Which searches are taken, and how many tokens they may have."""
 
+import math
+from typing import Any
+
 import pytest
 from beam_checks import check_streams
 from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.request import admit
+from rayserve_paged.core.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 65}, "beam_width"),
+        ({"beam_width": 2.0}, "beam_width"),
+        ({"beam_width": True}, "beam_width"),
+        ({"beam_width": 2, "n": 3}, "n"),
+        ({"beam_width": 2, "best_of": 2}, "best_of"),
+        ({"beam_width": 2, "temperature": 0.7}, "temperature"),
+        ({"beam_width": 2, "top_p": 0.9}, "top_p"),
+        ({"beam_width": 2, "top_k": 4}, "top_k"),
+        ({"beam_width": 2, "min_p": 0.1}, "min_p"),
+        ({"beam_width": 2, "repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"beam_width": 2, "presence_penalty": 0.1}, "presence_penalty"),
+        ({"beam_width": 2, "frequency_penalty": 0.1}, "frequency_penalty"),
+        ({"beam_width": 2, "logit_bias": {3: 1.0}}, "logit_bias"),
+        ({"beam_width": 2, "stop": "x"}, "stop"),
+        ({"beam_width": 2, "logprobs": 1}, "logprobs"),
+        ({"beam_width": 2, "stop_token_ids": list(range(65))}, "stop_token_ids"),
+        ({"beam_width": 2, "n": 2, "allowed_token_ids": [4]}, "allowed_token_ids"),
+        ({"beam_width": 2, "length_penalty": math.nan}, "length_penalty"),
+        ({"beam_width": 2, "length_penalty": 11.0}, "length_penalty"),
+        ({"beam_width": 2, "early_stopping": "sometimes"}, "early_stopping"),
+        ({"beam_width": 2, "early_stopping": 1}, "early_stopping"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+    ],
+)
+def test_what_does_not_go_with_beams_is_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        SamplingParams(**fields)
+    assert refused.value.field == field
+    assert refused.value.value is fields.get(field) or field in fields
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,14 @@ def test_a_consumer_that_was_held_up_learns_how_its_requests_ended() -> None:
     assert (end.index, end.token_ids, end.finish) == (1, (), FinishReason.CANCELLED)
 
 
+def test_a_consumer_that_came_back_expires_again() -> None:
+    outbox = make_outbox()
+    assert outbox.tick(10.0) == ([], [ANN])
+    outbox.meet(ANN, 12.0)
+    assert outbox.next_tick == 22.0
+    assert outbox.tick(22.0) == ([], [ANN])
+
+
 def test_a_consumer_is_forgotten_after_many_leases_with_what_it_is_owed() -> None:
     outbox = make_outbox()
     put(outbox, 0, 7)

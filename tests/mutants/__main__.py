@@ -19,7 +19,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=90, help="how many faults are chosen")
     parser.add_argument("--all", action="store_true", help="every fault instead of a choice")
     parser.add_argument(
-        "--only", metavar="PATTERN", help="names to run, such as 'kv_manager.*' or '*:twice:*'"
+        "--only",
+        nargs="+",
+        metavar="PATTERN",
+        help="names to run, such as 'kv_manager.*' or '*:twice:*'",
     )
     parser.add_argument(
         "--tests", nargs="+", metavar="NAME", help="test files of the core to run, instead of all"
@@ -32,7 +35,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def chosen(options: argparse.Namespace) -> list[Fault]:
     faults = without_equivalents(every_place())
     if options.only:
-        return [fault for fault in faults if fnmatch(fault.name, options.only)]
+        return [f for f in faults if any(fnmatch(f.name, each) for each in options.only)]
     return faults if options.all else choose(faults, options.count, options.seed)
 
 

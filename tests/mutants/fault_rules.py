@@ -1,6 +1,7 @@
 """The rules: faults that ledgers, block tables, key chains and batchers are known to have had."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 
 from faults import Edit, Edits, Rule, Source, nodes
@@ -12,6 +13,7 @@ _UNKEYS = {"unseal", "remove", "forget"}
 _ONCE = {"release", "share", "append", "extend", "put"}
 _EDGES: dict[type[ast.cmpop], str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 _SIGNS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-"}
+_OF_A_LIFE = re.compile(r"\b(attempt|incarnation)\b")
 _MIXED = (ast.Add, ast.Sub, ast.Mod, ast.Mult, ast.FloorDiv)
 
 
@@ -199,8 +201,11 @@ def _loose_slice(function: ast.FunctionDef, source: Source) -> Iterator[Edit]:
 
 
 def _other_flag(function: ast.FunctionDef, _source: Source) -> Iterator[Edit]:
-    for node in nodes(function):
-        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+    found = nodes(function)
+    # What `zip` is to assert.
+    asserted = [n.value for n in found if isinstance(n, ast.keyword) and n.arg == "strict"]
+    for node in found:
+        if isinstance(node, ast.Constant) and isinstance(node.value, bool) and node not in asserted:
             yield Edit(node, str(not node.value))
 
 
@@ -240,6 +245,23 @@ def _wrong_sibling(function: ast.FunctionDef, source: Source) -> Iterator[Edit]:
             yield Edit(node, f"({source.of(node)} * 0)")
 
 
+def _drop_command(function: ast.FunctionDef, source: Source) -> Iterator[Edit]:
+    for node in nodes(function):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.List):
+            commands = node.value.elts
+            for dropped in commands:
+                left = ", ".join(source.of(each) for each in commands if each is not dropped)
+                yield Edit(node.value, f"[{left}]")
+
+
+def _any_life(function: ast.FunctionDef, source: Source) -> Iterator[Edit]:
+    for node in nodes(function):
+        if isinstance(node, ast.Compare) and re.search(
+            r"\b(attempt|incarnation)\b", source.of(node)
+        ):
+            yield Edit(node, str(isinstance(node.ops[0], ast.Eq)))
+
+
 # Who holds a block, and under which key it can be found.
 _LEDGER = (
     r"^(block_pool|prefix_index|kv_manager|block_table|block_identity|chain_memo|accounting"
@@ -252,9 +274,11 @@ _MOVES = (
     r"|^running_batch\.\w+\.(free_retired|is_in_flight|_free|retire|preempt|mark_forked|unfork)$"
     r"|^batcher\.\w+\.(end|add|preempt|abandon|_start)$|^admission\.\w+\._fits$"
 )
-_HELD = f"{_LEDGER}|{_MOVES}"
+# Who serves which request in which life, and what its consumer has got.
+_CLUSTER = r"^(consumer|controller|directory|outbox|placement\w*|replica)\."
+_HELD = f"{_LEDGER}|{_MOVES}|{_CLUSTER}"
 # All but the counts that eviction estimates with, and what only saves time where nothing changes.
-_STATE = r"^(?!eviction|replica|policy)\w+\.(?!.*(__init__|_settle|plan_steady)$)"
+_STATE = r"^(?!eviction|policy)\w+\.(?!.*(__init__|_settle|plan_steady)$)"
 _ANY = r"^(?!eviction)"
 _DRAWS = r"^(step_planner|step_commit|sequence)\."
 
@@ -292,5 +316,7 @@ RULES = (
     Rule("swapped", "two values in the wrong order", _ANY, _swap_pair),
     Rule("no-salt", "tenants share their blocks", _ANY, _ignore_salt),
     Rule("stale-key", "a key that its parent does not enter", _ANY, _stale_key),
+    Rule("lost-command", "one of several messages is not sent", _CLUSTER, _drop_command),
+    Rule("any-life", "another attempt or incarnation is taken for this one", _ANY, _any_life),
     Rule("wrong-sibling", "every sibling draws as the first", _DRAWS, _wrong_sibling),
 )

@@ -118,12 +118,19 @@ def nodes(function: ast.FunctionDef) -> tuple[ast.AST, ...]:
         node = queue.pop()
         if isinstance(node, ast.Assert | ast.Raise):
             continue
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        if isinstance(node, ast.Expr) and _says_nothing(node.value):
             continue
         found.append(node)
         children = ast.iter_child_nodes(node)
         queue += reversed([c for c in children if c is not getattr(node, "annotation", None)])
     return tuple(found)
+
+
+def _says_nothing(value: ast.expr) -> bool:
+    """Return whether a statement is a docstring, or where a `match` cannot come to."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        return value.func.id == "assert_never"
+    return isinstance(value, ast.Constant)
 
 
 def faults_of(path: Path, package_parent: Path, rules: Sequence[Rule]) -> list[Fault]:

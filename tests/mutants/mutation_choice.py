@@ -10,10 +10,7 @@ from trials import CORE, ROOT
 _OTHER_MODULES = {
     "__init__",
     "config",
-    "consumer",
-    "controller",
     "controller_messages",
-    "directory",
     "errors",
     "event_log",
     "eviction",
@@ -23,7 +20,6 @@ _OTHER_MODULES = {
     "ids",
     "invariants",
     "keyed_heap",
-    "outbox",
     "replica_messages",
     "request",
     "run_lists",

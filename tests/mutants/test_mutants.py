@@ -56,6 +56,27 @@ def test_the_rules_find_every_place_of_a_sample(tmp_path: Path) -> None:
     assert {fault.name.split(":")[0] for fault in faults} == {"block_pool.Pool.give"}
 
 
+CLUSTER_SAMPLE = """
+class Controller:
+    def lose(self, incarnation: int) -> list[Command]:
+        if self.incarnation != incarnation:
+            return []
+        return [Fence(incarnation), Stop(incarnation)]
+"""
+
+
+def test_the_rules_find_messages_and_lives_in_what_serves_requests(tmp_path: Path) -> None:
+    (tmp_path / "controller.py").write_text(CLUSTER_SAMPLE)
+    faults = faults_of(Path("controller.py"), tmp_path, RULES)
+    assert {(fault.rule, fault.after) for fault in faults} == {
+        ("any-life", "False"),
+        ("ignored-case", "False"),
+        ("always", "True"),
+        ("lost-command", "[Stop(incarnation)]"),
+        ("lost-command", "[Fence(incarnation)]"),
+    }
+
+
 def test_a_fault_changes_its_own_place_alone(tmp_path: Path) -> None:
     (tmp_path / "sample.py").write_text(SAMPLE)
     (fault,) = [
@@ -105,7 +126,7 @@ def test_each_equivalent_names_a_place_that_is_still_there(places: list[Fault]) 
     ("tests", "status", "verdict"),
     [
         ("test_kv_manager", 0, "caught by test_kv_manager.py::test_"),
-        ("test_block_table", 1, "SURVIVED kv_manager.KVManager.close:skip-call:2"),
+        ("test_block_table", 1, "SURVIVED kv_manager.KVManager._release:forget-to-free:0"),
     ],
 )
 def test_a_fault_is_caught_by_a_test_that_fails_and_else_survives(
@@ -113,7 +134,7 @@ def test_a_fault_is_caught_by_a_test_that_fails_and_else_survives(
 ) -> None:
     command = [sys.executable, str(ROOT / "tests/mutants"), "--tests", tests, "--only"]
     done = subprocess.run(
-        [*command, "kv_manager.KVManager.close:skip-call:2"],
+        [*command, "kv_manager.KVManager._release:forget-to-free:0"],
         capture_output=True,
         text=True,
         check=False,
