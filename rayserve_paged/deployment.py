@@ -21,7 +21,12 @@ class Deployment(Protocol):
         ...
 
     async def submit(self, message: SubmitRequest) -> Placed | Rejected:
-        """Hand in a request. Idempotent by (request_id, attempt)."""
+        """Hand in a request. Idempotent by (request_id, attempt).
+
+        Raises:
+            ControllerAwayError: Nobody answers now; submit it again later.
+            DeploymentError: There is no such deployment any more.
+        """
         ...
 
     async def poll(
@@ -38,10 +43,20 @@ class Deployment(Protocol):
         ...
 
     async def cancel(
-        self, request_id: RequestId, attempt: Attempt, sibling: int | None = None
+        self,
+        request_id: RequestId,
+        attempt: Attempt,
+        sibling: int | None = None,
+        placed_at: tuple[ReplicaId, Incarnation] | None = None,
     ) -> None:
         """Withdraw a request, or one of its samples, wherever it is; what is withdrawn ends as
         cancelled. Idempotent.
+
+        Args:
+            request_id: The request.
+            attempt: Which submission of it.
+            sibling: The sample; None for all.
+            placed_at: Where it was placed, for a controller that was started since.
         """
         ...
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from rayserve_paged.consumer_loop import ConsumerLoop
+from rayserve_paged.core.config import RecoveryConfig
 from rayserve_paged.core.errors import (
     DuplicateRequestError,
     InvalidInputError,
@@ -27,6 +28,8 @@ from rayserve_paged.outputs import DeploymentAccounting, Pin, RequestOutput, Str
 from rayserve_paged.prompts import Prompt, tokenize
 from rayserve_paged.request_options import NO_OPTIONS, RequestOptions
 
+_RECOVERY = RecoveryConfig()
+
 
 class FrontEnd:
     """Turns prompts into requests and their streams into text.
@@ -36,13 +39,19 @@ class FrontEnd:
     Args:
         deployment: Where requests go.
         tokenizer: Of its model.
+        recovery: How long its requests wait for a replica, and how often they are tried.
     """
 
-    def __init__(self, deployment: Deployment, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        tokenizer: Tokenizer,
+        recovery: RecoveryConfig = _RECOVERY,
+    ) -> None:
         self._deployment = deployment
         self._tokenizer = tokenizer
         self._consumer_id = ConsumerId(secrets.token_hex(4))
-        self._loop = ConsumerLoop(deployment, self._consumer_id)
+        self._loop = ConsumerLoop(deployment, self._consumer_id, recovery)
         self._live: dict[str, Generation] = {}
         self._numbers = itertools.count()
 

@@ -3,11 +3,11 @@
 import dataclasses
 import math
 
-from rayserve_paged.core.consumer import StreamUpdate
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.step_messages import TokenLogprobs
+from rayserve_paged.core.stream_update import StreamUpdate
 from rayserve_paged.model.detokenizer import Detokenizer
 from rayserve_paged.model.tokenizer import Tokenizer
 from rayserve_paged.outputs import RequestOutput, SampleOutput, StreamChunk

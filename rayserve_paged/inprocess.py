@@ -8,21 +8,12 @@ have torch and no Ray.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import assert_never
+from typing import Final, assert_never
 
-import torch
-from torch.distributed import HashStore
-
-from rayserve_cluster.executor import follow
-from rayserve_cluster.rank import Rank, host_replica, start_rank
-from rayserve_cluster.step_loop import ReplicaHost
-from rayserve_cluster.tp_group import GroupBrokenError, TpGroup
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller_messages import (
@@ -30,16 +21,16 @@ from rayserve_paged.core.controller_messages import (
     EndDeployment,
     LoseReplica,
     Placed,
-    RegisterReplica,
     Rejected,
     ReplicaLost,
     SendToReplica,
+    StartReplica,
     StopReplica,
     SubmitRequest,
     TakeDown,
     WithdrawRequest,
 )
-from rayserve_paged.core.errors import DeploymentError, ReplicaLostError
+from rayserve_paged.core.errors import ReplicaLostError
 from rayserve_paged.core.event_log import CONTROLLER, ControllerStart, LoggedStart
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.replay import new_controller, recorded
@@ -47,15 +38,17 @@ from rayserve_paged.core.replica_messages import (
     PinAnswered,
     PinPrefix,
     PollTokens,
-    ReplicaReport,
+    RegisterReplica,
+    Tick,
     UnpinPrefix,
 )
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.core.stream_messages import Delivery
-from rayserve_paged.event_files import EventFile, open_controller_log, open_replica_log
+from rayserve_paged.event_files import EventFile, open_controller_log
+from rayserve_paged.inprocess_gang import Gang
 
-_INCARNATION = Incarnation(0)
-"""Of every replica here: a lost one is not started again."""
+_FIRST_LIFE: Final = Incarnation(0)
+_TICK_S: Final = 0.1
 
 
 class InProcessShell:
@@ -74,7 +67,11 @@ class InProcessShell:
         # Guards the controller and what follows.
         self._lock = threading.Lock()
         start = ControllerStart(
-            deployment_lease_s=None, batch=config.batch, placement=config.placement
+            deployment_lease_s=None,
+            batch=config.batch,
+            placement=config.placement,
+            recovery=config.recovery,
+            start_timeout_s=config.timeouts.start_timeout_s,
         )
         self._controller = new_controller(start)
         self._log: EventFile | None = None
@@ -84,14 +81,19 @@ class InProcessShell:
         self._take_event = recorded(CONTROLLER, self._controller.handle, self._log)
         self._watchers: dict[ConsumerId, set[Future[None]]] = {}
         self._news: dict[ConsumerId, list[ReplicaLost]] = {}
-        self._stops: list[threading.Thread] = []
-        self._gangs: dict[ReplicaId, _Gang] = {}
+        self._threads: list[threading.Thread] = []
+        # The latest life of each replica.
+        self._gangs: dict[ReplicaId, Gang] = {}
+        self._is_down = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="controller-ticks", daemon=True)
         for index in range(config.parallel.num_replicas):
             replica_id = ReplicaId(f"r{index}")
-            self._gangs[replica_id] = _Gang(config, replica_id, index, self.handle)
+            gang = Gang(config, replica_id, _FIRST_LIFE, index, self.handle)
+            self._gangs[replica_id] = gang
         try:
             self._start()
         except BaseException:
+            self._is_down.set()
             self._stop_all("the deployment could not start")
             raise
         limits = self._controller.limits
@@ -104,7 +106,8 @@ class InProcessShell:
         deadline = time.monotonic() + self._config.timeouts.start_timeout_s
         for replica_id, gang in self._gangs.items():
             rank = gang.wait(deadline)
-            self.handle(RegisterReplica(replica_id, _INCARNATION, rank.limits, rank.scope))
+            self.handle(RegisterReplica(replica_id, _FIRST_LIFE, rank.limits, rank.scope))
+        self._ticker.start()
 
     @property
     def limits(self) -> ModelLimits:
@@ -124,15 +127,19 @@ class InProcessShell:
     ) -> Delivery:
         """As `Deployment.poll`."""
         gang = self._gangs.get(replica_id)
-        if gang is None or incarnation != _INCARNATION:
+        if gang is None or incarnation != gang.incarnation or not gang.has_started:
             raise ReplicaLostError(replica_id, incarnation, "there is no such incarnation")
         return await asyncio.wrap_future(gang.host.poll(message))
 
     async def cancel(
-        self, request_id: RequestId, attempt: Attempt, sibling: int | None = None
+        self,
+        request_id: RequestId,
+        attempt: Attempt,
+        sibling: int | None = None,
+        placed_at: tuple[ReplicaId, Incarnation] | None = None,
     ) -> None:
         """As `Deployment.cancel`."""
-        self.handle(WithdrawRequest(request_id, attempt, sibling))
+        self.handle(WithdrawRequest(request_id, attempt, sibling, placed_at))
 
     async def watch(self, consumer_id: ConsumerId) -> tuple[ReplicaLost, ...]:
         """As `Deployment.watch`."""
@@ -158,7 +165,7 @@ class InProcessShell:
         """As `Deployment.accounting`; lost replicas have no ledger."""
         asked = {
             replica_id: asyncio.wrap_future(gang.host.accounting())
-            for replica_id, gang in self._gangs.items()
+            for replica_id, gang in self._serving().items()
         }
         answers = await asyncio.gather(*asked.values(), return_exceptions=True)
         ledgers = []
@@ -171,7 +178,7 @@ class InProcessShell:
 
     async def reset_cache(self) -> None:
         """As `Deployment.reset_cache`; lost replicas have no cache."""
-        asked = [asyncio.wrap_future(gang.host.reset_cache()) for gang in self._gangs.values()]
+        asked = [asyncio.wrap_future(gang.host.reset_cache()) for gang in self._serving().values()]
         for answer in await asyncio.gather(*asked, return_exceptions=True):
             if isinstance(answer, BaseException) and not isinstance(answer, ReplicaLostError):
                 raise answer
@@ -180,7 +187,7 @@ class InProcessShell:
         """As `Deployment.pin_prefix`."""
         asked = {
             replica_id: asyncio.wrap_future(gang.host.pin_prefix(event))
-            for replica_id, gang in self._gangs.items()
+            for replica_id, gang in self._serving().items()
         }
         answers = await asyncio.gather(*asked.values(), return_exceptions=True)
         pinned = []
@@ -193,13 +200,23 @@ class InProcessShell:
 
     async def unpin_prefix(self, event: UnpinPrefix) -> None:
         """As `Deployment.unpin_prefix`."""
-        for gang in self._gangs.values():
+        for gang in self._serving().values():
             gang.host.post(event)
 
     def shutdown(self) -> None:
         """As `Deployment.shutdown`."""
+        self._is_down.set()
         self.handle(EndDeployment("it was shut down"))
         self._stop_all("the deployment was shut down")
+
+    def kill_replica(self, replica_id: ReplicaId, reason: str) -> None:
+        """End the live life of a replica, for trials; it is started again as any that is lost."""
+        self.handle(LoseReplica(replica_id, self._gangs[replica_id].incarnation, reason))
+
+    def _serving(self) -> dict[ReplicaId, Gang]:
+        """Replicas whose step loop has started."""
+        with self._lock:
+            return {name: gang for name, gang in self._gangs.items() if gang.has_started}
 
     # --- the controller ---------------------------------------------------------------------
 
@@ -213,14 +230,20 @@ class InProcessShell:
         with self._lock:
             for command in self._take_event(event, time.monotonic()):
                 match command:
-                    case SendToReplica(replica_id, _, message):
-                        self._gangs[replica_id].host.post(message)
+                    case SendToReplica(replica_id, incarnation, message):
+                        gang = self._gang(replica_id, incarnation)
+                        if gang is not None and gang.has_started:
+                            gang.host.post(message)
                     case Placed() | Rejected():
                         answer = command
                     case ReplicaLost():
                         self._tell(command)
-                    case StopReplica(replica_id, _, reason):
-                        self._stop_later(self._gangs[replica_id], reason)
+                    case StopReplica(replica_id, incarnation, reason):
+                        if (gang := self._gang(replica_id, incarnation)) is not None:
+                            # From a thread that is none of its own, since it waits for them.
+                            self._spawn(gang.stop, reason)
+                    case StartReplica(replica_id, incarnation):
+                        self._spawn(self._start_again, replica_id, incarnation)
                     case TakeDown():
                         pass  # Every replica has its StopReplica, and the rest is garbage.
                     case _:
@@ -234,153 +257,49 @@ class InProcessShell:
                 if waiting.set_running_or_notify_cancel():
                     waiting.set_result(None)
 
-    def _stop_later(self, gang: _Gang, reason: str) -> None:
-        """Stop a replica from a thread that is none of its own, since it waits for them."""
-        thread = threading.Thread(target=gang.stop, args=(reason,), daemon=True)
-        self._stops.append(thread)
+    def _gang(self, replica_id: ReplicaId, incarnation: Incarnation) -> Gang | None:
+        gang = self._gangs.get(replica_id)
+        return gang if gang is not None and gang.incarnation == incarnation else None
+
+    def _tick(self) -> None:
+        while not self._is_down.wait(_TICK_S):
+            with self._lock:
+                due = self._controller.next_tick
+            if due is not None and due <= time.monotonic():
+                self.handle(Tick())
+
+    def _spawn(self, target: Callable[..., None], *args: object) -> None:
+        """Run something on a thread of its own; with the lock held."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self._threads.append(thread)
         thread.start()
 
-    def _stop_all(self, reason: str) -> None:
+    def _start_again(self, replica_id: ReplicaId, incarnation: Incarnation) -> None:
+        before = self._gangs[replica_id]
+        before.stop("another life of it is started")
+        gang = Gang(self._config, replica_id, incarnation, before.index, self.handle)
         with self._lock:
-            stops, self._stops = self._stops, []
-        for thread in stops:
+            if self._is_down.is_set():
+                return
+            self._gangs[replica_id] = gang
+        gang.start()
+        try:
+            rank = gang.wait(time.monotonic() + self._config.timeouts.start_timeout_s)
+        except Exception as error:  # A thread's outermost level: it becomes an event.
+            reason = f"it could not be started ({type(error).__name__}: {error})"
+            self.handle(LoseReplica(replica_id, incarnation, reason))
+        else:
+            self.handle(RegisterReplica(replica_id, incarnation, rank.limits, rank.scope))
+
+    def _stop_all(self, reason: str) -> None:
+        if self._ticker.ident is not None:
+            self._ticker.join()
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for thread in threads:
             thread.join()
         for gang in self._gangs.values():
             gang.stop(reason)
         if self._log is not None:
             self._log.close()
-
-
-class _Gang:
-    """The ranks of one replica: rank 0 in the step loop's thread, each other in one of its own.
-
-    Args:
-        config: Of the deployment.
-        replica_id: The replica.
-        index: Its place among the replicas.
-        on_event: Takes what the controller is to hear.
-    """
-
-    def __init__(
-        self,
-        config: DeploymentConfig,
-        replica_id: ReplicaId,
-        index: int,
-        on_event: Callable[[ReplicaReport | LoseReplica], object],
-    ) -> None:
-        self._config = config
-        self._replica_id = replica_id
-        self._on_event = on_event
-        self._log: EventFile | None = None
-        self._host: ReplicaHost | None = None
-        self._stopping = False
-        width = config.parallel.tensor_parallel_size
-        self._num_ranks_in_all = config.parallel.num_replicas * width
-        # One GPU for each rank of the deployment, or none for any.
-        self._on_gpus = torch.cuda.device_count() >= self._num_ranks_in_all
-        self._store = HashStore() if width > 1 else None
-        self._groups = [
-            TpGroup(
-                rank,
-                width,
-                timeout_s=config.timeouts.collective_timeout_s,
-                device=torch.device("cuda", index * width + rank) if self._on_gpus else None,
-            )
-            for rank in range(width)
-        ]
-        self._ready: list[Future[Rank]] = [Future() for _ in self._groups]
-        self._threads = [
-            threading.Thread(
-                target=self._run_rank, args=(rank,), name=f"{replica_id}-rank-{rank}", daemon=True
-            )
-            for rank in range(width)
-        ]
-
-    @property
-    def host(self) -> ReplicaHost:
-        """The step loop of rank 0, once it has started."""
-        assert self._host is not None
-        return self._host
-
-    def start(self) -> None:
-        """Begin to load the ranks, each in its thread."""
-        for thread in self._threads:
-            thread.start()
-
-    def wait(self, deadline: float) -> Rank:
-        """Wait until all ranks are ready; return rank 0, whose step loop has started.
-
-        Args:
-            deadline: On the monotonic clock.
-
-        Raises:
-            PagedError: What kept a rank from starting.
-            DeploymentError: It is late.
-        """
-        left_s = max(0.0, deadline - time.monotonic())
-        done, late = concurrent.futures.wait(self._ready, left_s, "FIRST_EXCEPTION")
-        failures = [error for future in done if (error := future.exception()) is not None]
-        if failures:
-            # A group broke because its other rank failed, which is what the user wants to know.
-            raise min(failures, key=lambda error: isinstance(error, GroupBrokenError))
-        if late:
-            reason = f"{self._replica_id} is not ready after {left_s:.0f} s"
-            raise DeploymentError(self._config.name, reason)
-        return self._ready[0].result()
-
-    def stop(self, reason: str) -> None:
-        """End all ranks and wait for them. Idempotent; not on a thread of this replica."""
-        self._stopping = True
-        if self._host is not None:
-            self._host.stop(reason)
-        for group in self._groups:
-            group.abort(reason)
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
-        if self._host is not None:
-            self._host.stop(reason)  # It may have started meanwhile.
-        for group in self._groups:
-            group.close()
-        if self._log is not None:
-            self._log.close()
-
-    def _run_rank(self, rank: int) -> None:
-        # Threads that have not computed yet, the step loop's too, take the setting from here.
-        num_cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, num_cores // self._num_ranks_in_all))
-        try:
-            started = start_rank(
-                self._config,
-                self._groups[rank],
-                self._store,
-                self._replica_id,
-                num_ranks_here=1 if self._on_gpus else self._num_ranks_in_all,
-            )
-            if rank == 0:
-                if (folder := self._config.event_log_dir) is not None:
-                    self._log = open_replica_log(folder, self._replica_id, _INCARNATION)
-                # At once, since its heartbeats keep the followers waiting.
-                self._host = host_replica(
-                    self._config,
-                    started,
-                    self._replica_id,
-                    _INCARNATION,
-                    self._on_event,
-                    self._log,
-                )
-                self._host.start()
-        except Exception as error:  # The thread's end: whoever waits for the rank raises it.
-            self._ready[rank].set_exception(error)
-            return
-        self._ready[rank].set_result(started)
-        if rank > 0:
-            self._follow(rank, started)
-
-    def _follow(self, rank: int, started: Rank) -> None:
-        try:
-            follow(started.group, started.runner)
-        except Exception as error:  # A follower's outermost loop: it becomes an event.
-            if not self._stopping:
-                reason = f"rank {rank}: {type(error).__name__}: {error}"
-                self._on_event(LoseReplica(self._replica_id, _INCARNATION, reason))

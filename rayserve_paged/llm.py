@@ -155,7 +155,7 @@ class LLM:
             loading = pool.submit(load_tokenizer, source)
             self._deployment: InProcessShell | RayShell = start_deployment(config, shell, address)
         try:
-            self._front_end = FrontEnd(self._deployment, loading.result())
+            self._front_end = FrontEnd(self._deployment, loading.result(), config.recovery)
         except BaseException:
             self._deployment.shutdown()
             raise

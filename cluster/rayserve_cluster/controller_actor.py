@@ -27,6 +27,7 @@ from rayserve_paged.core.controller_messages import (
     RenewLease,
     ReplicaLost,
     SendToReplica,
+    StartReplica,
     StopReplica,
     SubmitRequest,
     TakeDown,
@@ -39,6 +40,7 @@ from rayserve_paged.core.replay import new_controller, recorded
 from rayserve_paged.core.replica_messages import (
     PinAnswered,
     PinPrefix,
+    RegisterReplica,
     ReplicaReport,
     Tick,
     UnpinPrefix,
@@ -147,10 +149,14 @@ class ControllerActor:
         raise AssertionError("a submission has an answer")
 
     async def withdraw(
-        self, request_id: RequestId, attempt: Attempt, sibling: int | None = None
+        self,
+        request_id: RequestId,
+        attempt: Attempt,
+        sibling: int | None = None,
+        placed_at: tuple[ReplicaId, Incarnation] | None = None,
     ) -> None:
         """Cancel a request, or one of its samples, wherever it is; unknown ones are ignored."""
-        self._handle(WithdrawRequest(request_id, attempt, sibling))
+        self._handle(WithdrawRequest(request_id, attempt, sibling, placed_at))
 
     async def watch(self, consumer_id: ConsumerId) -> tuple[ReplicaLost, ...]:
         """Wait for news of lost replicas that owed this consumer something."""
@@ -172,7 +178,7 @@ class ControllerActor:
 
     # --- replicas and owners --------------------------------------------------------------
 
-    async def report(self, message: ReplicaReport | LoseReplica) -> None:
+    async def report(self, message: ReplicaReport | RegisterReplica | LoseReplica) -> None:
         """Take in what a replica says of itself."""
         if isinstance(message, ReplicaReport) and message.fenced is not None:
             # Rank 0 saw a connection break: who broke it is what its consumers want to know.
@@ -247,6 +253,8 @@ class ControllerActor:
                 self._spawn(self._tell())
             case StopReplica(replica_id, incarnation, reason):
                 self._spawn(self._gangs[replica_id, incarnation].stop(reason))
+            case StartReplica():
+                raise AssertionError("no recovery is configured, and no replica started again")
             case TakeDown(reason):
                 self._spawn(self._take_down(reason))
             case _:

@@ -23,15 +23,13 @@ from rayserve_cluster.placement import (
 from rayserve_cluster.worker import CONCURRENCY, RankReady, RankSpec, RankStats, Worker, unwrapped
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
-from rayserve_paged.core.controller_messages import RegisterReplica
 from rayserve_paged.core.errors import DeploymentError
 from rayserve_paged.core.ids import Incarnation, ReplicaId
 from rayserve_paged.core.replica_messages import (
-    AssignRequest,
-    CancelRequest,
-    FenceReplica,
+    ControllerMessage,
     PinAnswered,
     PinPrefix,
+    RegisterReplica,
     UnpinPrefix,
 )
 
@@ -65,7 +63,7 @@ class Gang:
         self._group: PlacementGroup | None = None
         self._workers: list[Any] = []
         self._pids: dict[int, int] = {}
-        self._outbox: collections.deque[AssignRequest | CancelRequest | FenceReplica]
+        self._outbox: collections.deque[ControllerMessage]
         self._outbox = collections.deque()
         self._posting: asyncio.Task[None] | None = None
         self._refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -180,7 +178,7 @@ class Gang:
         pid = f" (pid {self._pids[rank]})" if rank in self._pids else ""
         return f"rank {rank}{pid}: {reason}"
 
-    def post(self, event: AssignRequest | CancelRequest | FenceReplica) -> None:
+    def post(self, event: ControllerMessage) -> None:
         """Send an event to rank 0. Events arrive in order; a dead rank 0 swallows them."""
         self._outbox.append(event)
         if self._posting is None or self._posting.done():

@@ -26,14 +26,16 @@ from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.event_log import LoggedStart, Record, ReplicaStart
-from rayserve_paged.core.ids import Incarnation, ReplicaId
+from rayserve_paged.core.ids import Incarnation, ReplicaId, Term
 from rayserve_paged.core.replay import new_replica
-from rayserve_paged.core.replica_messages import ReplicaReport
+from rayserve_paged.core.replica_messages import RegisterReplica, ReplicaReport
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.load_config import user_cache_dir
 from rayserve_paged.model.build import build_model
 from rayserve_paged.model.loader import resolve_model
 from rayserve_paged.model.spec import ModelSpec
+
+_FIRST_TERM = Term(0)
 
 _HEARTBEATS_PER_TIMEOUT = 4
 NUMERICS = "default"
@@ -125,8 +127,9 @@ def host_replica(
     rank: Rank,
     replica_id: ReplicaId,
     incarnation: Incarnation,
-    on_report: Callable[[ReplicaReport | LoseReplica], object],
+    on_report: Callable[[ReplicaReport | RegisterReplica | LoseReplica], object],
     record: Record | None = None,
+    term: Term = _FIRST_TERM,
 ) -> ReplicaHost:
     """Put a replica's state machine into its step loop, on rank 0; the caller starts the loop.
 
@@ -137,6 +140,7 @@ def host_replica(
         incarnation: Its life.
         on_report: As `ReplicaHost`.
         record: As `ReplicaHost`; called first with what the replica is made of.
+        term: Of the controller that starts it.
     """
     start = ReplicaStart(
         replica_id=replica_id,
@@ -146,6 +150,7 @@ def host_replica(
         batch=config.batch,
         timeouts=config.timeouts,
         partial_reuse=config.cache.partial_reuse,
+        term=term,
     )
     if record is not None:
         record(LoggedStart(replica_id, start))

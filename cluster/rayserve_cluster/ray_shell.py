@@ -23,8 +23,8 @@ from rayserve_paged.core.controller_messages import Placed, Rejected, ReplicaLos
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, ReplicaLostError
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.replica_messages import PinAnswered, PinPrefix, PollTokens, UnpinPrefix
-from rayserve_paged.core.request import FinishReason, ModelLimits
-from rayserve_paged.core.stream_messages import Delivery, StreamItem, TokenRun
+from rayserve_paged.core.request import ModelLimits
+from rayserve_paged.core.stream_messages import Delivery
 
 _RENEWALS_PER_LEASE: Final = 5
 _END_TIMEOUT_S: Final = 5.0
@@ -160,10 +160,14 @@ class RayShell:
         return answer
 
     async def cancel(
-        self, request_id: RequestId, attempt: Attempt, sibling: int | None = None
+        self,
+        request_id: RequestId,
+        attempt: Attempt,
+        sibling: int | None = None,
+        placed_at: tuple[ReplicaId, Incarnation] | None = None,
     ) -> None:
         """As `Deployment.cancel`."""
-        await self._ask(self._controller.withdraw.remote(request_id, attempt, sibling))
+        await self._ask(self._controller.withdraw.remote(request_id, attempt, sibling, placed_at))
 
     async def watch(self, consumer_id: ConsumerId) -> tuple[ReplicaLost, ...]:
         """Wait for news of lost replicas that still owed this consumer something."""
@@ -235,18 +239,12 @@ class RayShell:
 
     async def _explained(self, delivery: Delivery) -> Delivery:
         """Name the rank that broke the group, where rank 0 only saw a connection break."""
-        if not any(_failed(item) for item in delivery.items):
+        if delivery.fenced is None:
             return delivery
         reason = await self._why_lost(delivery.replica_id, delivery.incarnation)
-        if reason is None:
+        if reason is None or reason == delivery.fenced:
             return delivery
-        items = tuple(
-            dataclasses.replace(item, error=f"{reason} ({item.error})")
-            if isinstance(item, StreamItem) and _failed(item) and item.error != reason
-            else item
-            for item in delivery.items
-        )
-        return dataclasses.replace(delivery, items=items)
+        return dataclasses.replace(delivery, fenced=f"{reason} ({delivery.fenced})")
 
     def _rank_zero(self, replica_id: ReplicaId, incarnation: Incarnation) -> Any:
         key = (replica_id, incarnation)
@@ -286,7 +284,3 @@ class RayShell:
                 remove_deployment(self._config.name)
         finally:
             disconnect(self._connection)
-
-
-def _failed(item: StreamItem | TokenRun) -> bool:
-    return isinstance(item, StreamItem) and item.finish is FinishReason.ERROR

@@ -23,12 +23,12 @@ from rayserve_paged.core.replay import recorded
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.replica_messages import (
     AnswerPoll,
-    AssignRequest,
-    CancelRequest,
+    ControllerMessage,
     FenceReplica,
     PinAnswered,
     PinPrefix,
     PollTokens,
+    RegisterReplica,
     ReplicaEvent,
     ReplicaReport,
     ResetCache,
@@ -67,17 +67,7 @@ class _Pin:
     answer: Future[PinAnswered]
 
 
-_Inbound = (
-    AssignRequest
-    | CancelRequest
-    | FenceReplica
-    | UnpinPrefix
-    | _Poll
-    | _Reset
-    | _Pin
-    | Future[Accounting]
-    | None
-)
+_Inbound = ControllerMessage | UnpinPrefix | _Poll | _Reset | _Pin | Future[Accounting] | None
 """What other threads put in: events, polls, resets, pins, requests for the ledger; None to stop."""
 
 
@@ -91,8 +81,8 @@ class ReplicaHost:
     Args:
         replica: The state machine; nobody else touches it from now on.
         executor: Runs its plans; likewise.
-        on_report: Takes the replica's reports, and LoseReplica should the state machine itself
-            have failed. Called on the step thread, so it only passes them on.
+        on_report: Takes the replica's reports and inventories, and LoseReplica should the state
+            machine itself have failed. Called on the step thread, so it only passes them on.
         heartbeat_s: Longest silence towards the other ranks.
         record: Called with each event before the replica handles it, and with the commands after.
     """
@@ -101,7 +91,7 @@ class ReplicaHost:
         self,
         replica: Replica,
         executor: Executor,
-        on_report: Callable[[ReplicaReport | LoseReplica], object],
+        on_report: Callable[[ReplicaReport | RegisterReplica | LoseReplica], object],
         *,
         heartbeat_s: float,
         record: Record | None = None,
@@ -137,11 +127,11 @@ class ReplicaHost:
             if self._stop_reason is None:
                 self._thread.start()
 
-    def post(self, event: AssignRequest | CancelRequest | FenceReplica | UnpinPrefix) -> None:
+    def post(self, event: ControllerMessage | UnpinPrefix) -> None:
         """Hand in an event; a host that has stopped drops it."""
-        if isinstance(event, FenceReplica):
+        if isinstance(event, ControllerMessage) and isinstance(event.event, FenceReplica):
             # The step under way may wait for a rank that never answers.
-            self._executor.abort(event.reason)
+            self._executor.abort(event.event.reason)
         self._put(event)
 
     def poll(self, message: PollTokens) -> Future[Delivery]:
@@ -325,7 +315,7 @@ class ReplicaHost:
                 case PinAnswered():
                     assert self._pinning is not None, "only pins are answered"
                     _answer(self._pinning, command)
-                case ReplicaReport():
+                case ReplicaReport() | RegisterReplica():
                     self._on_report(command)
                 case _:
                     assert_never(command)

@@ -24,12 +24,11 @@ from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import DeploymentError, PagedError, ReplicaLostError
 from rayserve_paged.core.ids import Incarnation, ReplicaId
 from rayserve_paged.core.replica_messages import (
-    AssignRequest,
-    CancelRequest,
-    FenceReplica,
+    ControllerMessage,
     PinAnswered,
     PinPrefix,
     PollTokens,
+    RegisterReplica,
     ReplicaReport,
     UnpinPrefix,
 )
@@ -130,7 +129,9 @@ class Worker:
         self._group: TpGroup | None = None
         self._host: ReplicaHost | None = None
         self._broken: Loss | None = None
-        self._reports: asyncio.Queue[ReplicaReport | LoseReplica] = asyncio.Queue()
+        self._reports: asyncio.Queue[ReplicaReport | RegisterReplica | LoseReplica] = (
+            asyncio.Queue()
+        )
         self._sender: asyncio.Task[None] | None = None
         self._heard_at = time.monotonic()
         threading.Thread(target=self._import, name="import", daemon=True).start()
@@ -176,7 +177,7 @@ class Worker:
         if self._spec.rank == 0:
             from rayserve_cluster.rank import host_replica
 
-            def on_report(report: ReplicaReport | LoseReplica) -> None:
+            def on_report(report: ReplicaReport | RegisterReplica | LoseReplica) -> None:
                 loop.call_soon_threadsafe(self._reports.put_nowait, report)
 
             config, name = self._spec.config, (self._spec.replica_id, self._spec.incarnation)
@@ -250,7 +251,7 @@ class Worker:
                     await asyncio.sleep(_REPORT_RETRY_S)
 
     @ray.method(concurrency_group="io")
-    async def post(self, events: Sequence[AssignRequest | CancelRequest | FenceReplica]) -> None:
+    async def post(self, events: Sequence[ControllerMessage]) -> None:
         """Rank 0: hand events to the replica, in order."""
         self._calls["post"] += 1
         host = self._serving()

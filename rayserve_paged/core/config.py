@@ -127,6 +127,30 @@ class TimeoutConfig(_Section):
     """A deployment that is not ready after this long failed to start."""
 
 
+class RecoveryConfig(_Section):
+    """What is done about replicas that die, and about requests that lose theirs."""
+
+    restart: bool = True
+    """Start lost replicas again."""
+    restart_delay_s: float = Field(default=1.0, ge=0)
+    """Pause before the second start in a row; doubles with each further one. The first is at
+    once."""
+    max_restart_delay_s: float = Field(default=60.0, ge=0)
+    """Longest pause before a start."""
+    lasting_life_s: float = Field(default=60.0, gt=0)
+    """A replica that lived this long counts as well: its next start is a first one."""
+    patience_s: float = Field(default=300.0, gt=0)
+    """A request that no replica can take for this long fails."""
+    resubmit_s: float = Field(default=2.0, gt=0)
+    """A submission that has led to nothing for this long is repeated; doubles with each time, up
+    to eight times as long."""
+    poison_deaths: int = Field(default=2, ge=1)
+    """A request fails once it was on trial for so many deaths of its replicas in a row."""
+    grace_s: float = Field(default=5.0, ge=0)
+    """A controller that was started anew waits for its replicas this long at most before it
+    places anything."""
+
+
 class DeploymentConfig(_Section):
     """All of one deployment."""
 
@@ -141,5 +165,6 @@ class DeploymentConfig(_Section):
     event_log_dir: str | None = Field(default=None, min_length=1)
     """A folder for the event logs of the controller and of every replica, which `rayserve-paged
     replay` replays; on a cluster of several nodes it is one on each. None for no log."""
+    recovery: RecoveryConfig = RecoveryConfig()
     keep_alive: bool = False
     """Outlive the owner's lease; ended by `rayserve-paged down` alone."""

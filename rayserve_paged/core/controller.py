@@ -5,56 +5,54 @@ streams from the replicas.
 """
 
 import dataclasses
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
-from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.chain_memo import ChainMemo
-from rayserve_paged.core.config import BatchConfig, PlacementPolicy
+from rayserve_paged.core.config import BatchConfig, PlacementPolicy, RecoveryConfig
 from rayserve_paged.core.controller_messages import (
     ControllerCommand,
     ControllerEvent,
     EndDeployment,
+    FoundReplica,
     LoseReplica,
     Placed,
-    RegisterReplica,
     Rejected,
     RenewLease,
-    ReplicaLost,
-    SendToReplica,
-    StopReplica,
     SubmitRequest,
     TakeDown,
     WithdrawRequest,
 )
 from rayserve_paged.core.errors import (
+    CapacityError,
     DuplicateRequestError,
     InvalidInputError,
     NoReplicaError,
     OverloadedError,
     PagedError,
 )
-from rayserve_paged.core.ids import Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.fleet import Fleet
+from rayserve_paged.core.ids import BlockKey, Incarnation, ReplicaId, Term
 from rayserve_paged.core.placement import Placement
 from rayserve_paged.core.placement_policy import estimate_retry_s
 from rayserve_paged.core.replica_messages import (
     AssignRequest,
     CancelRequest,
-    FenceReplica,
+    RegisterReplica,
     ReplicaReport,
     Tick,
 )
+from rayserve_paged.core.replica_record import Booked
 from rayserve_paged.core.request import ModelLimits, Request, admit
 
-_NUM_FINISH_TIMES = 32
+RETRY_S = 0.25
+"""When to submit again what no replica can take now."""
+_FIRST_TERM = Term(0)
+_TICK_S = 1.0
 
 
-@dataclasses.dataclass(slots=True)
-class _LiveReplica:
-    incarnation: Incarnation
-    requests: dict[RequestId, Request] = dataclasses.field(default_factory=dict)
-    num_reports: int = 0
+class _NotNow(Exception):
+    """No replica can take a request now, and one may later."""
 
 
 class Controller:
@@ -65,6 +63,11 @@ class Controller:
             for a deployment that outlives its owner.
         batch: Its queue limits; None for no limits.
         placement: How the replica of a request is chosen.
+        recovery: What is done about lost replicas; None to start none again.
+        start_timeout_s: A life that has not registered after this long has failed to start.
+        term: Counts the lives of the controller.
+        expected: Replicas that were there before this term began; nothing is placed until they
+            have registered, or `recovery.grace_s` is over.
     """
 
     def __init__(
@@ -72,19 +75,20 @@ class Controller:
         deployment_lease_s: float | None,
         batch: BatchConfig | None = None,
         placement: PlacementPolicy = "prefix-aware",
+        recovery: RecoveryConfig | None = None,
+        start_timeout_s: float = 300.0,
+        term: Term = _FIRST_TERM,
+        expected: Iterable[ReplicaId] = (),
     ) -> None:
         self._deployment_lease_s = deployment_lease_s
         self._batch = batch or BatchConfig()
-        self._finish_times: deque[float] = deque(maxlen=_NUM_FINISH_TIMES)
         self._last_renewal: float | None = None
-        self._replicas: dict[ReplicaId, _LiveReplica] = {}
-        # The last incarnation of each that was lost, and why.
-        self._lost: dict[ReplicaId, tuple[Incarnation, str]] = {}
+        self._last_tick = float("-inf")
         self._placement = Placement(placement, self._batch)
-        self._placed: dict[RequestId, tuple[Request, Placed]] = {}
-        self._scope: BlockScope | None = None
         self._memo: ChainMemo | None = None
-        self._ending = False
+        self._fleet = Fleet(self._placement, recovery, start_timeout_s, term, expected)
+        # The kinds of replicas there were: one that is being started again will hold as much.
+        self._largest: ModelLimits | None = None
 
     def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]:
         """Take in one event; return what is to be done, in order.
@@ -94,21 +98,23 @@ class Controller:
             now: Seconds on a clock that never goes back.
         """
         match event:
-            case SubmitRequest(request):
-                return self._submit(request)
+            case SubmitRequest():
+                return self._submit(event, now)
             case ReplicaReport():
-                return self._report(event, now)
+                return self._fleet.report(event, now)
             case WithdrawRequest():
                 return self._withdraw(event)
             case RegisterReplica():
-                return self._register(event)
+                return self._register(event, now)
+            case FoundReplica():
+                return self._fleet.find(event, now)
             case LoseReplica(replica_id, incarnation, reason):
-                return self._lose(replica_id, incarnation, reason)
+                return self._fleet.lose(replica_id, incarnation, reason, now)
             case RenewLease():
                 self._last_renewal = now
                 return []
             case EndDeployment(reason):
-                return self._end(reason)
+                return self._end(reason, now)
             case Tick():
                 return self._tick(now)
             case _:
@@ -117,7 +123,17 @@ class Controller:
     @property
     def replicas(self) -> Mapping[ReplicaId, Incarnation]:
         """Live replicas and their incarnations."""
-        return {replica_id: live.incarnation for replica_id, live in self._replicas.items()}
+        return {name: live.incarnation for name, live in self._fleet.replicas.items()}
+
+    @property
+    def term(self) -> Term:
+        """Which life of the controller this is."""
+        return self._fleet.term
+
+    @property
+    def is_rebuilding(self) -> bool:
+        """Whether it waits for replicas of before its term, and places nothing."""
+        return self._fleet.is_rebuilding
 
     def num_requests(self, replica_id: ReplicaId) -> int:
         """Return how many requests a live replica has been given and has not finished."""
@@ -136,155 +152,186 @@ class Controller:
         """Limits of the live replica that can hold most; None where there is none."""
         return self._placement.largest_limits
 
+    @property
+    def next_tick(self) -> float | None:
+        """When a Tick will have something to do unless another event comes before, in seconds.
+
+        A shell on a virtual clock ticks then; one on a real clock may as well tick regularly.
+        """
+        due = [] if self._fleet.next_tick is None else [self._fleet.next_tick]
+        if self._fleet.is_watchful:
+            due.append(self._last_tick + _TICK_S)
+        lease_s = self._deployment_lease_s
+        if lease_s is not None and self._fleet.ended is None:
+            begun = self._last_tick if self._last_renewal is None else self._last_renewal
+            due.append(begun + lease_s)
+        return min(due, default=None)
+
     # --- replicas -------------------------------------------------------------------------
 
-    def _register(self, event: RegisterReplica) -> list[ControllerCommand]:
-        known = self._replicas.get(event.replica_id)
-        if known is not None and known.incarnation >= event.incarnation:
-            return []
-        if self._ending:
-            return [StopReplica(event.replica_id, event.incarnation, self._why_none())]
-        lost = self._lost.get(event.replica_id)
-        if lost is not None and lost[0] >= event.incarnation:
-            return [StopReplica(event.replica_id, event.incarnation, lost[1])]
-        if self._scope is None:
-            self._scope = event.scope
-            self._memo = ChainMemo(event.scope.block_size)
-        elif self._scope != event.scope:
-            reason = f"its KV differs from the deployment's: {event.scope} is not {self._scope}"
-            return [StopReplica(event.replica_id, event.incarnation, reason)]
-        commands: list[ControllerCommand] = []
-        if known is not None:
-            commands = self._lose(event.replica_id, known.incarnation, "replaced by a restart")
-        self._replicas[event.replica_id] = _LiveReplica(event.incarnation)
-        self._placement.add(event.replica_id, event.limits)
+    def _register(self, event: RegisterReplica, now: float) -> list[ControllerCommand]:
+        commands = self._fleet.register(event, now)
+        live, known = self.limits, self._largest
+        if live is not None and (known is None or live.num_usable_slots > known.num_usable_slots):
+            self._largest = live
         return commands
-
-    def _lose(
-        self, replica_id: ReplicaId, incarnation: Incarnation, reason: str
-    ) -> list[ControllerCommand]:
-        live = self._replicas.get(replica_id)
-        if live is None or live.incarnation != incarnation:
-            return []
-        del self._replicas[replica_id]
-        self._lost[replica_id] = (incarnation, reason)
-        self._placement.remove(replica_id)
-        consumers = {request.consumer_id for request in live.requests.values()}
-        for request_id in live.requests:
-            del self._placed[request_id]
-        return [
-            # Where its first rank still lives, streams end at once and with the reason.
-            SendToReplica(replica_id, incarnation, FenceReplica(reason)),
-            ReplicaLost(replica_id, incarnation, reason, tuple(sorted(consumers))),
-            StopReplica(replica_id, incarnation, reason),
-        ]
-
-    def _report(self, report: ReplicaReport, now: float) -> list[ControllerCommand]:
-        live = self._replicas.get(report.replica_id)
-        if live is None or live.incarnation != report.incarnation:
-            return []
-        if report.sequence < live.num_reports:
-            # Once more: its names may mean other requests by now.
-            return []
-        live.num_reports = report.sequence + 1
-        for request_id, attempt in report.prefilled:
-            request = live.requests.get(request_id)
-            if request is not None and request.attempt == attempt:
-                self._placement.note_prefilled(report.replica_id, request_id)
-        for request_id, attempt in report.finished:
-            request = live.requests.get(request_id)
-            if request is not None and request.attempt == attempt:
-                self._forget_request(report.replica_id, live, request)
-                self._finish_times.append(now)
-        self._placement.update(report.replica_id, report.published, report.evicted)
-        if report.fenced is not None:
-            return self._lose(report.replica_id, report.incarnation, report.fenced)
-        return []
 
     # --- requests -------------------------------------------------------------------------
 
-    def _submit(self, request: Request) -> list[ControllerCommand]:
-        known = self._placed.get(request.request_id)
-        if known is not None and known[0] == request:
-            return [known[1]]
+    def _submit(self, event: SubmitRequest, now: float) -> list[ControllerCommand]:
+        request, commands = event.request, []
+        if event.lost_at is not None:
+            commands = self._fleet.doubt(event.lost_at, now)
         try:
+            known = self._fleet.booked.get(request.request_id)
             if known is not None:
-                raise DuplicateRequestError(request.request_id)
-            return self._place(request)
+                if known.consumer_id != request.consumer_id or request.attempt < known.attempt:
+                    raise DuplicateRequestError(request.request_id)
+                if request.attempt == known.attempt:
+                    return [*commands, *self._place_again(known, request)]
+                # Its consumer has given the older attempt up.
+                commands.append(self._fleet.cancel(known))
+                self._fleet.forget(known)
+            if event.is_repeated:
+                ended = self._fleet.ended_at(request.request_id, request.attempt)
+                if ended is not None:
+                    return [*commands, ended]
+            return [*commands, *self._place(event, now)]
+        except _NotNow as reason:
+            error = NoReplicaError(str(reason))
+            return [*commands, Rejected(request.request_id, request.attempt, error, RETRY_S)]
         except PagedError as error:
-            return [Rejected(request.request_id, request.attempt, error)]
+            return [*commands, Rejected(request.request_id, request.attempt, error)]
 
-    def _place(self, request: Request) -> list[ControllerCommand]:
-        limits = self.limits
-        if self._ending or limits is None or self._scope is None or self._memo is None:
-            raise NoReplicaError(self._why_none())
-        if request.params.seed is None:
-            raise InvalidInputError("seed", None, "a seed, drawn by the consumer")
-        admitted = admit(request, limits)
-        root = self._scope.root(request.scope)
+    def _place_again(self, known: Booked, request: Request) -> list[ControllerCommand]:
+        """Repeat the answer to a submission, and its assignment, since either may have been lost.
+
+        Raises:
+            DuplicateRequestError: It is another request under the same name.
+        """
+        before = known.submitted
+        if before is None or known.assignment is None:
+            return [known.placed]
+        if before is not request and before != _with_deadline(request, before.deadline_s):
+            raise DuplicateRequestError(request.request_id)
+        admitted = _with_deadline(known.assignment.request, request.deadline_s)
+        assignment = dataclasses.replace(known.assignment, request=admitted)
+        return [self._fleet.to(known.source, assignment), known.placed]
+
+    def _place(self, event: SubmitRequest, now: float) -> list[ControllerCommand]:
+        request, fleet = event.request, self._fleet
+        admitted = self._admit(request)
+        assert fleet.scope is not None, "a replica has registered"
+        if self._memo is None:
+            self._memo = ChainMemo(fleet.scope.block_size)
+        root = fleet.scope.root(request.scope)
         keys = tuple(self._memo.keys(root, request.prompt_token_ids, request.attachments))
         max_tokens = admitted.params.max_tokens
         assert max_tokens is not None, "admit sets it"
-        replica_id = self._placement.place(admitted, keys)
-        if replica_id is None:
-            raise self._overloaded(admitted)
-        live = self._replicas[replica_id]
+        replica_id = self._choose(admitted, keys)
+        live = fleet.replicas[replica_id]
         placed = Placed(
-            request.request_id, request.attempt, replica_id, live.incarnation, max_tokens
+            request.request_id,
+            request.attempt,
+            replica_id,
+            live.incarnation,
+            max_tokens,
+            on_trial=request.is_suspect,
         )
-        live.requests[request.request_id] = admitted
-        self._placed[request.request_id] = (request, placed)
-        return [
-            SendToReplica(replica_id, live.incarnation, AssignRequest(admitted, keys)),
+        if request.is_suspect:
+            live.trial = (request.request_id, request.attempt)
+        assignment = AssignRequest(admitted, keys)
+        booked = Booked(
+            request.request_id,
+            request.attempt,
+            request.consumer_id,
             placed,
-        ]
+            now,
+            request,
+            assignment,
+        )
+        fleet.book(booked)
+        return [fleet.to(booked.source, assignment), placed]
 
-    def _overloaded(self, request: Request) -> OverloadedError:
+    def _admit(self, request: Request) -> Request:
+        """Check a request against what the replicas can hold.
+
+        Raises:
+            PagedError: It cannot be served.
+            _NotNow: No replica is there, or none that is large enough.
+        """
+        limits = self.limits
+        if self._fleet.ended is not None or (limits is None and not self._fleet.is_hopeful):
+            raise NoReplicaError(self._fleet.why_none())
+        if limits is None or self._fleet.is_rebuilding:
+            raise _NotNow(self._fleet.why_none())
+        if request.params.seed is None:
+            raise InvalidInputError("seed", None, "a seed, drawn by the consumer")
+        try:
+            return admit(request, limits)
+        except CapacityError:
+            if self._largest is not None and self._fleet.is_hopeful:
+                # Raises where the one that is being started again cannot hold it either.
+                admit(request, self._largest)
+                raise _NotNow(self._fleet.why_none()) from None
+            raise
+
+    def _choose(self, request: Request, keys: tuple[BlockKey, ...]) -> ReplicaId:
+        """Choose a replica, of those that there is no reason to spare.
+
+        A replica has one suspect at a time, so that its death tells who it was. One that a
+        consumer holds for lost is given nothing before it has answered.
+
+        Raises:
+            OverloadedError: The queue limits leave no room.
+            _NotNow: All that can hold it are spared.
+        """
+        replicas, spared = self._fleet.replicas, set(self._fleet.doubted)
+        if request.is_suspect:
+            spared |= {name for name, live in replicas.items() if live.trial is not None}
+        replica_id = self._placement.place(request, keys, spared)
+        if replica_id is not None:
+            return replica_id
+        if spared:
+            why = "its turn to be tried" if request.is_suspect else "an answer"
+            raise _NotNow(f"{', '.join(sorted(spared))} cannot be given it now: it waits for {why}")
         num_waiting, num_pending_tokens = self._placement.shortest_queue(request)
-        return OverloadedError(
+        raise OverloadedError(
             num_waiting,
             self._batch.max_num_waiting,
             num_pending_tokens,
             self._batch.max_pending_tokens,
-            estimate_retry_s(tuple(self._finish_times)),
+            estimate_retry_s(tuple(self._fleet.finish_times)),
         )
 
     def _withdraw(self, event: WithdrawRequest) -> list[ControllerCommand]:
-        known = self._placed.get(event.request_id)
-        if known is None or known[0].attempt != event.attempt:
-            return []
-        placed = known[1]
-        cancel = CancelRequest(event.request_id, event.attempt, event.sibling)
-        return [SendToReplica(placed.replica_id, placed.incarnation, cancel)]
-
-    def _forget_request(self, replica_id: ReplicaId, live: _LiveReplica, request: Request) -> None:
-        del live.requests[request.request_id]
-        del self._placed[request.request_id]
-        self._placement.settle(replica_id, request.request_id)
-
-    def _why_none(self) -> str:
-        if self._ending:
-            return "the deployment is being taken down"
-        if self._lost:
-            reasons = ((name, self._lost[name][1]) for name in sorted(self._lost))
-            return "; ".join(f"{name} is lost: {why}" for name, why in reasons)
-        return "none has registered yet"
+        known = self._fleet.booked.get(event.request_id)
+        if known is not None and known.attempt == event.attempt:
+            return [self._fleet.cancel(known, event.sibling)]
+        if event.placed_at is not None:
+            # Placed before this term, or taken out of the books by mistake.
+            cancel = CancelRequest(event.request_id, event.attempt, event.sibling)
+            return [self._fleet.to(event.placed_at, cancel)]
+        return []
 
     # --- the deployment -------------------------------------------------------------------
 
     def _tick(self, now: float) -> list[ControllerCommand]:
+        self._last_tick = now
         if self._last_renewal is None:
             self._last_renewal = now
         lease = self._deployment_lease_s
         if lease is None or now - self._last_renewal < lease:
-            return []
-        return self._end(f"its owner has not renewed the lease for {lease:g} s")
+            return self._fleet.tick(now)
+        return self._end(f"its owner has not renewed the lease for {lease:g} s", now)
 
-    def _end(self, reason: str) -> list[ControllerCommand]:
-        if self._ending:
+    def _end(self, reason: str, now: float) -> list[ControllerCommand]:
+        if self._fleet.ended is not None:
             return []
-        self._ending = True
-        commands: list[ControllerCommand] = []
-        for replica_id, incarnation in self.replicas.items():
-            commands += self._lose(replica_id, incarnation, f"the deployment ended: {reason}")
-        return [*commands, TakeDown(reason)]
+        return [*self._fleet.end(reason, now), TakeDown(reason)]
+
+
+def _with_deadline(request: Request, deadline_s: float | None) -> Request:
+    if request.deadline_s == deadline_s:
+        return request
+    return dataclasses.replace(request, deadline_s=deadline_s)

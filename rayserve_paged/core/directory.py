@@ -79,6 +79,11 @@ class Directory:
         """Keys that some replica is expected to hold."""
         return len(self._expected)
 
+    def replace(self, slot: int, keys: Iterable[BlockKey]) -> None:
+        """Take in all that a replica holds; what it is expected to hold stays."""
+        self._holders = _without(self._holders, slot)
+        self.update(slot, keys, ())
+
     def forget(self, slot: int) -> None:
         """Drop all that a replica held; whoever has its slot next starts with nothing."""
         self._holders = _without(self._holders, slot)

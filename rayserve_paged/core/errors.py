@@ -9,7 +9,9 @@ PagedError
 ├── OverloadedError         as much waits as may wait; later there will be room
 ├── ReplicaLostError        a replica died with requests on it
 ├── RequestFailedError      one request failed; its neighbours did not
+│   └── PoisonedRequestError    it ended the replicas that it was tried on
 ├── DeploymentError         a deployment could not be started or reached
+│   └── ControllerAwayError     its controller does not answer now, and may come back
 └── LedgerError             an internal invariant of the block ledger broke
 """
 
@@ -228,6 +230,25 @@ class RequestFailedError(PagedError):
         return f"request {self.request_id} failed: {self.reason}"
 
 
+class PoisonedRequestError(RequestFailedError):
+    """A request ended every replica that it was tried on, and is not tried again.
+
+    Args:
+        request_id: The request.
+        deaths: Why each of these replicas was lost, the first one first.
+    """
+
+    def __init__(self, request_id: str, deaths: tuple[str, ...]) -> None:
+        reason = (
+            f"{len(deaths)} replicas in a row died before it had a new token, the last of them "
+            f"with no other suspect: {'; '.join(deaths)}"
+        )
+        PagedError.__init__(self, request_id, deaths)
+        self.request_id = request_id
+        self.reason = reason
+        self.deaths = deaths
+
+
 class DeploymentError(PagedError):
     """A deployment could not be started or reached."""
 
@@ -238,6 +259,10 @@ class DeploymentError(PagedError):
 
     def __str__(self) -> str:
         return f"deployment {self.deployment!r}: {self.reason}"
+
+
+class ControllerAwayError(DeploymentError):
+    """A deployment's controller does not answer now; it is started anew, or was only cut off."""
 
 
 class LedgerError(PagedError):

@@ -28,13 +28,20 @@ from rayserve_paged.core import (
     stream_messages,
 )
 from rayserve_paged.core.block_identity import BlockScope
-from rayserve_paged.core.config import BatchConfig, PlacementPolicy, TimeoutConfig
-from rayserve_paged.core.ids import Incarnation, ReplicaId
+from rayserve_paged.core.config import (
+    BatchConfig,
+    PlacementPolicy,
+    RecoveryConfig,
+    TimeoutConfig,
+)
+from rayserve_paged.core.ids import Incarnation, ReplicaId, Term
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.core.token_ids import TokenIds
 
 CONTROLLER = "controller"
 """Name of the controller in a log; replicas have their ids."""
+
+_FIRST_TERM = Term(0)
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -50,6 +57,7 @@ class ReplicaStart:
     batch: BatchConfig
     timeouts: TimeoutConfig
     partial_reuse: bool = False
+    term: Term = _FIRST_TERM
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +67,10 @@ class ControllerStart:
     deployment_lease_s: float | None
     batch: BatchConfig
     placement: PlacementPolicy = "prefix-aware"
+    recovery: RecoveryConfig | None = None
+    start_timeout_s: float = 300.0
+    term: Term = _FIRST_TERM
+    expected: tuple[ReplicaId, ...] = ()
 
 
 _MESSAGES: Mapping[str, Callable[..., object]] = {
@@ -79,7 +91,7 @@ _ERRORS = {
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, errors.PagedError)
 }
-_SECTIONS = {kind.__name__: kind for kind in (BatchConfig, TimeoutConfig)}
+_SECTIONS = {kind.__name__: kind for kind in (BatchConfig, TimeoutConfig, RecoveryConfig)}
 
 
 class Handles(Protocol):
@@ -152,7 +164,7 @@ def encode(value: object) -> Json:
         return {"$array": [str(value.dtype), list(value.shape), cast(Json, value.ravel().tolist())]}
     if isinstance(value, dict):
         return {"$dict": [[encode(key), encode(item)] for key, item in value.items()]}
-    if isinstance(value, BatchConfig | TimeoutConfig):
+    if isinstance(value, BatchConfig | TimeoutConfig | RecoveryConfig):
         return {"$config": [type(value).__name__, value.model_dump(mode="json")]}
     if isinstance(value, errors.PagedError):
         return {"$error": [type(value).__name__, *(encode(item) for item in value.args)]}

@@ -17,6 +17,9 @@ Incarnation = NewType("Incarnation", int)
 Attempt = NewType("Attempt", int)
 """Counts the submissions of one request; a consumer accepts one attempt."""
 
+Term = NewType("Term", int)
+"""Counts the lives of a deployment's controller; what an older one says is fenced."""
+
 StepId = NewType("StepId", int)
 """Counts the steps of one replica incarnation, from 0."""
 

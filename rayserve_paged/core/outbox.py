@@ -51,6 +51,7 @@ class Outbox:
         # Over all consumers: one that is forgotten and comes back still acknowledges by it.
         self._sequence = 0
         self._boxes: dict[ConsumerId, _ConsumerBox] = {}
+        self._fenced: str | None = None
 
     def meet(self, consumer_id: ConsumerId, now: float) -> None:
         """Take a request or a poll as a sign of life; the consumer's lease begins anew."""
@@ -74,16 +75,20 @@ class Outbox:
         box.poll_id = event.poll_id
         if event.ack >= box.sequence:
             box.unacknowledged = []
-        if box.unacknowledged or box.fresh:
+        if box.unacknowledged or box.fresh or self._fenced is not None:
             answers.append(self._deliver(event.consumer_id, box, now))
         return answers
+
+    def fence(self, reason: str) -> None:
+        """Tell whoever polls what it is owed, and that nothing follows."""
+        self._fenced = reason
 
     def flush(self, now: float) -> list[AnswerPoll]:
         """Answer the pending polls of consumers that are owed something."""
         return [
             self._deliver(consumer_id, box, now)
             for consumer_id, box in self._boxes.items()
-            if box.poll_id is not None and box.fresh
+            if box.poll_id is not None and (box.fresh or self._fenced is not None)
         ]
 
     @property
@@ -138,5 +143,5 @@ class Outbox:
         assert box.poll_id is not None
         poll_id, box.poll_id = box.poll_id, None
         box.last_seen = now
-        delivery = Delivery(self._replica_id, self._incarnation, box.sequence, items)
+        delivery = Delivery(self._replica_id, self._incarnation, box.sequence, items, self._fenced)
         return AnswerPoll(consumer_id, poll_id, delivery)

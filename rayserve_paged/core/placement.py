@@ -7,7 +7,7 @@ arrays with one entry per replica: a placement makes no object per replica.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -116,6 +116,11 @@ class Placement:
         """Take in which keys came and went on a live replica."""
         self.directory.update(self._slot_of[replica_id], published, evicted)
 
+    def replace_keys(self, replica_id: ReplicaId, keys: Iterable[BlockKey]) -> None:
+        """Take in all keys that a live replica has, whatever was known of them."""
+        slot = self._slot_of[replica_id]
+        self.directory.replace(slot, keys)
+
     @property
     def largest_limits(self) -> ModelLimits | None:
         """Limits of the live replica that can hold most; None where there is none."""
@@ -160,17 +165,32 @@ class Placement:
 
     # --- requests -------------------------------------------------------------------------
 
-    def place(self, request: Request, keys: Sequence[BlockKey]) -> ReplicaId | None:
+    def can_hold(self, request: Request) -> bool:
+        """Return whether any live replica has the blocks for a request."""
+        return bool(self._fits(request).any())
+
+    def place(
+        self,
+        request: Request,
+        keys: Sequence[BlockKey],
+        without: Collection[ReplicaId] = (),
+    ) -> ReplicaId | None:
         """Choose a replica for a request and promise it there.
+
+        A request that has lost its replica was let in before, and no queue limit keeps it out.
 
         Args:
             request: Checked and clamped (`request.admit`).
             keys: Of the full blocks of its prompt.
+            without: Live replicas that are not to be given it.
 
         Returns:
             The replica; None where the queue limits of all that can hold it leave no room.
         """
         able = self._able(request)
+        if without:
+            able = able.copy()
+            able[[self._slot_of[replica_id] for replica_id in without]] = False
         if not able.any():
             return None
         levels = self.directory.match(keys)
@@ -201,6 +221,15 @@ class Placement:
         slot = self._slot_of[replica_id]
         promise = self._promises[slot][request_id]
         self._dequeue(slot, promise)
+
+    def adopt(
+        self, replica_id: ReplicaId, request_id: RequestId, num_rows: int, num_tokens: int
+    ) -> None:
+        """Note what a live replica has promised to a request that was not placed from here."""
+        slot = self._slot_of[replica_id]
+        self._promises[slot][request_id] = _Promise(num_rows, num_tokens, 0, ())
+        self._num_seqs[slot] += num_rows
+        self._num_pending_tokens[slot] += num_tokens
 
     def settle(self, replica_id: ReplicaId, request_id: RequestId) -> None:
         """Take back what was promised to a request that has ended."""
@@ -257,7 +286,7 @@ class Placement:
     def _able(self, request: Request) -> BoolArray:
         """Return bool [num_slots], which replicas may take a request that `admit` let in."""
         able = self._fits(request)
-        if not self._limits_queue:
+        if not self._limits_queue or request.attempt:
             return able
         room = has_room(
             self._queues(),

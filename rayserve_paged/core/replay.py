@@ -39,12 +39,21 @@ def new_replica(start: ReplicaStart) -> Replica:
         start.batch,
         start.timeouts,
         partial_reuse=start.partial_reuse,
+        term=start.term,
     )
 
 
 def new_controller(start: ControllerStart) -> Controller:
     """Make a controller."""
-    return Controller(start.deployment_lease_s, start.batch, start.placement)
+    return Controller(
+        start.deployment_lease_s,
+        start.batch,
+        start.placement,
+        start.recovery,
+        start.start_timeout_s,
+        start.term,
+        start.expected,
+    )
 
 
 def recorded(

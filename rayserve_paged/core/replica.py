@@ -14,21 +14,23 @@ from rayserve_paged.core.block_identity import BlockScope, extend_chain
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.config import BatchConfig, TimeoutConfig
 from rayserve_paged.core.errors import PinLimitError
-from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId, Term
 from rayserve_paged.core.keyed_heap import KeyedHeap
 from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.outbox import Outbox
 from rayserve_paged.core.pins import Pins
 from rayserve_paged.core.replica_messages import (
+    AskInventory,
     AssignRequest,
     CancelRequest,
+    ControllerMessage,
     FenceReplica,
     PinAnswered,
     PinPrefix,
     PollTokens,
+    RegisterReplica,
     ReplicaCommand,
     ReplicaEvent,
-    ReplicaReport,
     ResetCache,
     RunStep,
     StepFailed,
@@ -36,14 +38,15 @@ from rayserve_paged.core.replica_messages import (
     Tick,
     UnpinPrefix,
 )
+from rayserve_paged.core.replica_reports import ReportLog
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request
-from rayserve_paged.core.sequence import Phase, SequenceState
+from rayserve_paged.core.sequence import Phase, SequenceState, begin
 from rayserve_paged.core.step_commit import Committed, Progress
 from rayserve_paged.core.step_messages import TokenLogprobs
 from rayserve_paged.core.stream_messages import StreamItem, StreamName
 from rayserve_paged.core.waiting_queue import WaitingQueue
 
-REPORT_INTERVAL_S = 0.05
+_FIRST_TERM = Term(0)
 _CANCELLED = "cancelled by its consumer"
 
 
@@ -58,6 +61,7 @@ class Replica:
         batch: Bounds on one step.
         timeouts: Leases of its consumers.
         partial_reuse: Whether leading slots of blocks are reused by copy.
+        term: Of the controller that started it.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Replica:
         timeouts: TimeoutConfig,
         *,
         partial_reuse: bool = False,
+        term: Term = _FIRST_TERM,
     ) -> None:
         self.replica_id = replica_id
         self.incarnation = incarnation
@@ -99,12 +104,8 @@ class Replica:
         self._sequences: dict[RequestId, dict[int, SequenceState]] = {}
         self._deadlines: KeyedHeap[RequestId] = KeyedHeap()
         self._num_arrivals = 0
-        self._num_reports = 0
-        self._last_report = float("-inf")
-        # Requests without a token so far.
-        self._prefilling: set[RequestId] = set()
-        self._prefilled: list[tuple[RequestId, Attempt]] = []
-        self._finished: list[tuple[RequestId, Attempt]] = []
+        self._term = term
+        self._reports = ReportLog(replica_id, incarnation, self.batcher)
 
     def handle(self, event: ReplicaEvent, now: float) -> list[ReplicaCommand]:
         """Take in one event; return what is to be done, in order.
@@ -114,13 +115,17 @@ class Replica:
             now: Seconds on a clock that never goes back.
         """
         commands: list[ReplicaCommand] = []
+        was_fenced = self.fenced is not None
         self.kv.retention.advance(now)
         match event:
+            case ControllerMessage():
+                commands += self._obey(event, now)
             case AssignRequest():
                 self._assign(event, now)
             case CancelRequest():
                 self._cancel(event)
             case PollTokens():
+                self._drop(event.unwanted)
                 commands += self._outbox.poll(event, now)
             case StepFinished(result):
                 if self.fenced is None:
@@ -151,7 +156,12 @@ class Replica:
             if plan is None:
                 break
             commands.append(RunStep(plan))
-        commands += self._report(now)
+        if self.fenced is None:
+            report = self._reports.take_due(now, is_idle=not self._sequences)
+            if report is not None:
+                commands.append(report)
+        elif not was_fenced:
+            commands.append(self._reports.last_report(self.fenced))
         return commands
 
     @property
@@ -166,8 +176,8 @@ class Replica:
         A shell on a virtual clock ticks then; one on a real clock may as well tick regularly.
         """
         due = [] if self._outbox.next_tick is None else [self._outbox.next_tick]
-        if self._has_news and self.fenced is None:
-            due.append(self._last_report + REPORT_INTERVAL_S)
+        if self.fenced is None and (report_due := self._reports.next_due) is not None:
+            due.append(report_due)
         if (request_id := self._deadlines.first()) is not None:
             due.append(self._deadlines.key(request_id)[0])
         return min(due, default=None)
@@ -189,68 +199,68 @@ class Replica:
 
     # --- events ---------------------------------------------------------------------------
 
+    def _obey(self, message: ControllerMessage, now: float) -> list[ReplicaCommand]:
+        """Do what the controller says, unless another one has come after it."""
+        if message.term < self._term:
+            return []
+        commands: list[ReplicaCommand] = []
+        if message.term > self._term:
+            self._term = message.term
+            if not isinstance(message.event, AskInventory):
+                commands += self._list_all(None)
+        match message.event:
+            case AssignRequest():
+                self._assign(message.event, now)
+            case CancelRequest():
+                self._cancel(message.event)
+            case FenceReplica(reason):
+                self._fence(reason)
+            case AskInventory():
+                commands += self._list_all(message.event)
+            case _:
+                assert_never(message.event)
+        return commands
+
+    def _list_all(self, ask: AskInventory | None) -> list[ReplicaCommand]:
+        """Tell the controller all that there is; of a fenced incarnation there is its end alone."""
+        if self.fenced is not None:
+            return [self._reports.last_report(self.fenced)]
+        requests = [next(iter(s.values())).request for s in self._sequences.values()]
+        inventory = self._reports.inventory(requests, ask)
+        return [
+            RegisterReplica(self.replica_id, self.incarnation, self.limits, self.scope, inventory)
+        ]
+
     def _assign(self, event: AssignRequest, now: float) -> None:
         request = event.request
         self._outbox.meet(request.consumer_id, now)
         if self.fenced is not None:
-            for sibling in range(request.params.num_siblings):
-                self._put_end(request, sibling, FinishReason.ERROR, self.fenced)
-            return
-        if request.request_id in self._sequences:
-            return
-        wanted = self._begin(event)
+            return  # Whoever polls learns it.
+        for sequence in self._siblings(request.request_id):
+            if sequence.request.attempt >= request.attempt:
+                return
+            # Its consumer has given the older attempt up.
+            self._end(sequence, FinishReason.CANCELLED, _CANCELLED)
+        self._reports.begin(request)
+        going_on = {}
+        root = self.scope.root(request.scope)
+        for sequence in begin(request, event.prompt_keys, root, self._num_arrivals, self.limits):
+            finish = sequence.ended_before
+            if finish is None:
+                going_on[sequence.sibling] = sequence
+                continue
+            # All but the notice of its end was delivered.
+            item = StreamItem(sequence.name, sequence.num_outputs, (), (), 0, finish, None)
+            self._outbox.put(request.consumer_id, item)
         self._num_arrivals += 1
-        for sequence in wanted:
-            if (finish := sequence.ended_before) is not None:
-                # All but the notice of its end was delivered.
-                name, index = sequence.name, sequence.num_outputs
-                self._outbox.put(
-                    request.consumer_id, StreamItem(name, index, (), (), 0, finish, None)
-                )
-        going_on = {s.sibling: s for s in wanted if s.ended_before is None}
         if not going_on:
-            self._finished.append((request.request_id, request.attempt))
+            self._reports.finish(request)
             return
         self._sequences[request.request_id] = going_on
-        self._prefilling.add(request.request_id)
         if request.deadline_s is not None:
             self._deadlines.put(request.request_id, (now + request.deadline_s,))
         for sequence in going_on.values():
             self.batcher.add(sequence)
-
-    def _begin(self, event: AssignRequest) -> list[SequenceState]:
-        """Return the sequences that a request begins with.
-
-        Its samples share one until the prompt is computed; where some have outputs from attempts
-        before, each goes on by itself, as after a preemption.
-        """
-        request = event.request
-        num_siblings = request.params.num_siblings
-
-        def begin(sibling: int, num_siblings: int, delivered: tuple[int, ...]) -> SequenceState:
-            return SequenceState(
-                request,
-                event.prompt_keys,
-                self.scope.root(request.scope),
-                self._num_arrivals,
-                self.limits.eos_token_ids,
-                self.limits.block_size,
-                num_siblings,
-                self.limits.layer_groups,
-                sibling,
-                delivered,
-            )
-
-        if request.has_tokens:
-            return [begin(one.sibling, 1, one.token_ids) for one in request.delivered]
-        leader = begin(0, num_siblings, ())
-        if request.delivered:
-            ended = set(range(num_siblings)).difference(one.sibling for one in request.delivered)
-            if leader.beam is not None:
-                leader.beam.withdrawn |= ended
-            else:
-                leader.withdrawn = frozenset(ended)
-        return [leader]
 
     def _advance(self, committed: Committed) -> None:
         for child in committed.born:
@@ -266,7 +276,7 @@ class Replica:
             else:
                 live = {sequence.sibling: sequence for sequence in search.sequences}
                 self._sequences[search.first.request.request_id] = live
-                self._note_prefilled(search.first.request)
+                self._reports.prefill(search.first.request)
         for news in committed.news:
             if isinstance(news, Progress):
                 self._tell(news)
@@ -293,7 +303,7 @@ class Replica:
     def _tell(self, progress: Progress) -> None:
         sequence, index, token_id, logprobs, finish, error = progress
         if token_id is not None:
-            self._note_prefilled(sequence.request)
+            self._reports.prefill(sequence.request)
         if sequence.sibling not in sequence.withdrawn:
             item = StreamItem(
                 sequence.name,
@@ -318,17 +328,11 @@ class Replica:
         if not siblings:
             self._forget(request)
 
-    def _note_prefilled(self, request: Request) -> None:
-        if request.request_id in self._prefilling:
-            self._prefilling.remove(request.request_id)
-            self._prefilled.append((request.request_id, request.attempt))
-
     def _forget(self, request: Request) -> None:
         """Forget a request of which nothing runs any more."""
         del self._sequences[request.request_id]
-        self._prefilling.discard(request.request_id)
         self._deadlines.remove(request.request_id)
-        self._finished.append((request.request_id, request.attempt))
+        self._reports.finish(request)
 
     def _prompt_logprobs(self, progress: Progress) -> tuple[TokenLogprobs, ...]:
         """What goes with the first token of the first sample that is told, and with no other."""
@@ -355,6 +359,11 @@ class Replica:
                 self._withdraw(sequence, event.sibling)
             elif event.sibling in (None, sequence.sibling):
                 self._end(sequence, FinishReason.CANCELLED, _CANCELLED)
+
+    def _drop(self, attempts: tuple[tuple[RequestId, Attempt], ...]) -> None:
+        """End attempts that their consumer has accepted elsewhere, or has given up."""
+        for request_id, attempt in attempts:
+            self._cancel(CancelRequest(request_id, attempt))
 
     def _withdraw(self, leader: SequenceState, sibling: int) -> None:
         """Cancel one of the samples that are still one sequence; the last ends it."""
@@ -394,9 +403,14 @@ class Replica:
         if self.fenced is not None:
             return
         self.fenced = reason
+        # Their consumers go on elsewhere; what is there of their streams is still delivered.
         for sequence in self.sequences:
-            self._end(sequence, FinishReason.ERROR, reason)
+            if sequence.phase is not Phase.ENDED:  # With another beam of its search.
+                self.batcher.end(sequence, FinishReason.ERROR, reason)
         self.batcher.abandon()
+        self._sequences.clear()
+        self._deadlines = KeyedHeap()
+        self._outbox.fence(reason)
         self.pins.clear()
 
     def _pin(self, event: PinPrefix) -> PinAnswered:
@@ -409,41 +423,3 @@ class Replica:
         except PinLimitError as error:
             return PinAnswered(event.pin_id, 0, error)
         return PinAnswered(event.pin_id, num_tokens, None)
-
-    # --- what the controller learns -------------------------------------------------------
-
-    @property
-    def _has_news(self) -> bool:
-        return bool(self._finished or self._prefilled) or self.kv.index.has_changes
-
-    def _report(self, now: float) -> list[ReplicaCommand]:
-        """Report what changed: at most every REPORT_INTERVAL_S while busy, at once when idle."""
-        idle = not self._sequences
-        changed = self._has_news
-        last = self.fenced is not None and self._last_report != float("inf")
-        due = now >= self._last_report + REPORT_INTERVAL_S
-        if not (last or (changed and self.fenced is None and (idle or due))):
-            return []
-        published, evicted = self.kv.index.take_changes()
-        report = ReplicaReport(
-            replica_id=self.replica_id,
-            incarnation=self.incarnation,
-            sequence=self._num_reports,
-            published=published,
-            evicted=evicted,
-            prefilled=tuple(self._prefilled),
-            finished=tuple(self._finished),
-            num_running=self.batcher.num_running,
-            num_waiting=self.batcher.num_waiting,
-            num_free_blocks=self.kv.pool.num_free,
-            num_cached_blocks=self.kv.pool.num_cached,
-            num_queried_tokens=self.batcher.num_queried_tokens,
-            num_hit_tokens=self.batcher.num_hit_tokens,
-            num_resumed_tokens=self.batcher.num_resumed_tokens,
-            fenced=self.fenced,
-        )
-        self._num_reports += 1
-        self._prefilled = []
-        self._finished = []
-        self._last_report = float("inf") if last else now
-        return [report]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from rayserve_paged.core.attachments import Attachment
-from rayserve_paged.core.block_identity import NO_SCOPE, RequestScope
+from rayserve_paged.core.block_identity import NO_SCOPE, BlockScope, RequestScope
 from rayserve_paged.core.errors import PinLimitError
 from rayserve_paged.core.ids import (
     Attempt,
@@ -19,8 +19,9 @@ from rayserve_paged.core.ids import (
     ReplicaId,
     RequestId,
     StepId,
+    Term,
 )
-from rayserve_paged.core.request import Request
+from rayserve_paged.core.request import ModelLimits, Request
 from rayserve_paged.core.step_messages import StepPlan, StepResult
 from rayserve_paged.core.stream_messages import Delivery
 from rayserve_paged.core.token_ids import TokenIds
@@ -62,11 +63,13 @@ class PollTokens:
         consumer_id: Who asks; it has at most one poll pending.
         poll_id: Names the answer.
         ack: Highest delivery sequence received from this incarnation, 0 for none.
+        unwanted: Attempts that it delivered and that its consumer did not accept from here.
     """
 
     consumer_id: ConsumerId
     poll_id: int
     ack: int
+    unwanted: tuple[tuple[RequestId, Attempt], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -86,9 +89,34 @@ class StepFailed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FenceReplica:
-    """The incarnation ends: every request of it fails with this reason."""
+    """The incarnation ends for this reason; its requests go on elsewhere, as later attempts."""
 
     reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AskInventory:
+    """The controller wants to know anew what the replica has; answered by RegisterReplica.
+
+    Args:
+        number: Names the answer.
+        with_keys: Whether to list all published keys as well.
+    """
+
+    number: int
+    with_keys: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ControllerMessage:
+    """What a controller has to say to a replica, which ignores older terms than it has met.
+
+    The first message of a new term is answered by RegisterReplica, since a controller that was
+    started anew knows nothing.
+    """
+
+    term: Term
+    event: AssignRequest | CancelRequest | FenceReplica | AskInventory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +158,8 @@ class Tick:
 
 
 ReplicaEvent = (
-    AssignRequest
+    ControllerMessage
+    | AssignRequest
     | CancelRequest
     | PollTokens
     | StepFinished
@@ -169,8 +198,8 @@ class ReplicaReport:
         sequence: Counts the reports of the incarnation, from 0.
         published: Keys that became matchable since the last report, in order.
         evicted: Keys that stopped being matchable since the last report.
-        prefilled: Requests that had their first token since the last report: their prompts are
-            computed.
+        prefilled: Requests that had their first token here since the last report: their prompts
+            are computed.
         finished: Requests that ended since the last report.
         num_running: Sequences with a row.
         num_waiting: Sequences without one.
@@ -200,6 +229,67 @@ class ReplicaReport:
     fenced: str | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """A request that a replica has and that has not ended, as its inventory lists it.
+
+    Args:
+        request_id: The request.
+        attempt: Which attempt of it.
+        consumer_id: Who reads it.
+        num_rows: Sequences that run for it at once.
+        num_tokens: Prompt and output tokens promised to it.
+        max_tokens: Output tokens that each of its samples may have.
+        is_prefilled: It has had its first token here.
+        on_trial: It is suspected of having ended a replica, and has no token from here yet.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    consumer_id: ConsumerId
+    num_rows: int
+    num_tokens: int
+    max_tokens: int
+    is_prefilled: bool
+    on_trial: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inventory:
+    """All that a controller needs to know of a replica that it has not followed.
+
+    Args:
+        number: Of the question; None where a new term was the reason.
+        served: Its requests.
+        keys: All published keys; None where they were not asked for.
+        num_reports: Reports made before; the next one has this sequence number.
+    """
+
+    number: int | None
+    served: tuple[ServedRequest, ...]
+    keys: tuple[BlockKey, ...] | None
+    num_reports: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RegisterReplica:
+    """A replica is ready to take requests, or says anew what it has.
+
+    Args:
+        replica_id: The replica.
+        incarnation: Its life.
+        limits: What it can hold.
+        scope: Identity of its KV.
+        inventory: None for one that has just started and has nothing.
+    """
+
+    replica_id: ReplicaId
+    incarnation: Incarnation
+    limits: ModelLimits
+    scope: BlockScope
+    inventory: Inventory | None = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PinAnswered:
     """The answer to PinPrefix, at once.
@@ -216,4 +306,4 @@ class PinAnswered:
     refused: PinLimitError | None
 
 
-ReplicaCommand = RunStep | AnswerPoll | ReplicaReport | PinAnswered
+ReplicaCommand = RunStep | AnswerPoll | ReplicaReport | RegisterReplica | PinAnswered

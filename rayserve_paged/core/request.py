@@ -115,6 +115,8 @@ class Request:
             others, in their order.
         delivered: What the consumer has from attempts before: each sample that has not finished,
             in their order. Empty for a first attempt, of which all samples are wanted.
+        num_deaths: Attempts in a row that died with their replica before they delivered anything
+            new; from one on the request is a suspect.
     """
 
     request_id: RequestId
@@ -129,6 +131,12 @@ class Request:
     deadline_s: float | None = None
     retention: tuple[RetentionRange, ...] = ()
     delivered: tuple[DeliveredSample, ...] = ()
+    num_deaths: int = 0
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what ended the replica of its last attempt."""
+        return self.num_deaths > 0
 
     @property
     def has_tokens(self) -> bool:

@@ -11,7 +11,7 @@ from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockKey, ConsumerId, Row, StepId
 from rayserve_paged.core.partial_index import BlockContent
 from rayserve_paged.core.prompt_scores import PromptScores
-from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.request import FinishReason, ModelLimits, Request
 from rayserve_paged.core.retention import RetentionPlan
 from rayserve_paged.core.stream_messages import StreamName
 
@@ -259,3 +259,50 @@ class SequenceState:
         if num_known >= self.min_known and token_id in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_known >= self.max_known else None
+
+
+def begin(
+    request: Request,
+    prompt_keys: tuple[BlockKey, ...],
+    root: BlockKey,
+    arrival: int,
+    limits: ModelLimits,
+) -> list[SequenceState]:
+    """Return the sequences that an attempt at a request begins with.
+
+    Its samples share one until the prompt is computed. Where some have outputs from attempts
+    before, each goes on by itself, as after a preemption.
+
+    Args:
+        request: As `SequenceState`; likewise all others.
+        prompt_keys: Of the prompt's full blocks.
+        root: Parent key of the first block.
+        arrival: Order of arrival on this replica.
+        limits: Of the replica.
+    """
+    num_siblings = request.params.num_siblings
+
+    def make(sibling: int, num_siblings: int, delivered: tuple[int, ...]) -> SequenceState:
+        return SequenceState(
+            request,
+            prompt_keys,
+            root,
+            arrival,
+            limits.eos_token_ids,
+            limits.block_size,
+            num_siblings,
+            limits.layer_groups,
+            sibling,
+            delivered,
+        )
+
+    if request.has_tokens:
+        return [make(one.sibling, 1, one.token_ids) for one in request.delivered]
+    leader = make(0, num_siblings, ())
+    if request.delivered:
+        ended = set(range(num_siblings)).difference(one.sibling for one in request.delivered)
+        if leader.beam is not None:
+            leader.beam.withdrawn |= ended
+        else:
+            leader.withdrawn = frozenset(ended)
+    return [leader]

@@ -75,9 +75,11 @@ class Delivery:
         incarnation: In which life.
         sequence: Grows with each delivery that holds items; acknowledged by the next poll.
         items: In the order in which they came about.
+        fenced: Why nothing follows these items: the incarnation has ended. None while it lives.
     """
 
     replica_id: ReplicaId
     incarnation: Incarnation
     sequence: int
     items: tuple[StreamItem | TokenRun, ...]
+    fenced: str | None = None

@@ -15,7 +15,6 @@ from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.controller_messages import (
     ControllerCommand,
     ControllerEvent,
-    RegisterReplica,
     SendToReplica,
     SubmitRequest,
 )
@@ -27,7 +26,7 @@ from rayserve_paged.core.ids import (
     ReplicaId,
     RequestId,
 )
-from rayserve_paged.core.replica_messages import AssignRequest, ReplicaReport
+from rayserve_paged.core.replica_messages import AssignRequest, RegisterReplica, ReplicaReport
 from rayserve_paged.core.request import ModelLimits, Request
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.token_ids import TokenIds
@@ -182,5 +181,6 @@ def measure(handle: Handle, num_replicas: int, num_requests: int) -> dict[str, f
 def _sent(commands: list[ControllerCommand]) -> tuple[ReplicaId, AssignRequest]:
     sent = commands[0]
     assert isinstance(sent, SendToReplica)
-    assert isinstance(sent.event, AssignRequest)
-    return sent.replica_id, sent.event
+    assignment = sent.event.event
+    assert isinstance(assignment, AssignRequest)
+    return sent.replica_id, assignment

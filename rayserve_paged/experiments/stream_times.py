@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rayserve_paged.core.consumer import StreamUpdate
 from rayserve_paged.core.ids import ReplicaId, RequestId
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.stream_update import StreamUpdate
 
 
 @dataclasses.dataclass(slots=True)

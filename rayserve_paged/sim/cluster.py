@@ -8,10 +8,15 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from rayserve_paged.core.block_identity import BlockScope
-from rayserve_paged.core.config import BatchConfig, PlacementPolicy, TimeoutConfig
+from rayserve_paged.core.config import (
+    BatchConfig,
+    PlacementPolicy,
+    RecoveryConfig,
+    TimeoutConfig,
+)
 from rayserve_paged.core.consumer import Consumer
 from rayserve_paged.core.controller import Controller
-from rayserve_paged.core.controller_messages import RegisterReplica
+from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.event_log import (
     CONTROLLER,
@@ -20,27 +25,32 @@ from rayserve_paged.core.event_log import (
     Record,
     ReplicaStart,
 )
-from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.ids import (
+    Attempt,
+    ConsumerId,
+    Incarnation,
+    ReplicaId,
+    RequestId,
+    Term,
+)
+from rayserve_paged.core.open_request import Source
 from rayserve_paged.core.replay import new_controller, new_replica
+from rayserve_paged.core.replica_messages import RegisterReplica
 from rayserve_paged.core.request import ModelLimits, Request
 from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.sim.consumer_host import ConsumerHost, Watch
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.histogram import LogHistogram
-from rayserve_paged.sim.hosts import (
-    ConsumerHost,
-    ControllerHost,
-    ReplicaHost,
-    Source,
-    Watch,
-)
+from rayserve_paged.sim.hosts import ControllerHost, ReplicaHost
 from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.network import Network, NetworkSpec, NodeId
-from rayserve_paged.sim.report import LoadLog, ReplicaColumns, RequestLog, SimReport
+from rayserve_paged.sim.report import LoadLog, ReplicaColumns, RequestLog, SimReport, Totals
 from rayserve_paged.sim.requests import SimRequest
 
 _TIMEOUTS = TimeoutConfig()
 _NETWORK = NetworkSpec()
+_RECOVERY = RecoveryConfig()
 _FIRST_LIFE = Incarnation(0)
 _SETTLE_S = 1.0
 """How long the cluster runs on after the last request, so that the last reports come in."""
@@ -65,6 +75,10 @@ class ClusterSpec:
         num_consumers: Processes that submit requests in turn and read the streams, each on a node
             of its own. A replica answers each of them on its own, so more take longer to simulate.
         load_interval_s: How often the state of the replicas is taken down.
+        recovery: What is done about replicas that die, and requests that lose theirs.
+        start_s: How long a replica takes to start again: processes, then loading of weights.
+        notice_s: After which the controller notices that a process is gone; one that hangs it
+            notices after `timeouts.rank_liveness_s`.
 
     Raises:
         InvalidInputError: A number below 1, or no interval.
@@ -81,6 +95,9 @@ class ClusterSpec:
     network: NetworkSpec = _NETWORK
     num_consumers: int = 1
     load_interval_s: float = 1.0
+    recovery: RecoveryConfig = _RECOVERY
+    start_s: float = 30.0
+    notice_s: float = 0.5
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -109,6 +126,7 @@ class Cluster:
         self, spec: ClusterSpec, record: Record | None = None, watch: Watch | None = None
     ) -> None:
         self.spec = spec
+        self._record = record
         self.engine = Engine()
         self.log = RequestLog()
         self._loads = LoadLog()
@@ -123,7 +141,13 @@ class Cluster:
         num_nodes = num_gpu_nodes + 1 + spec.num_consumers
         self.network = Network(self.engine, spec.network, num_nodes)
         self.controller = ControllerHost(
-            self.engine, self.network, NodeId(num_gpu_nodes), _new_controller(spec, record), record
+            self.engine,
+            self.network,
+            NodeId(num_gpu_nodes),
+            self._new_controller(Term(0)),
+            self._start_life,
+            self._stop_life,
+            record,
         )
         self._scope = BlockScope(
             hashlib.sha256(repr(spec.limits).encode()).digest(),
@@ -133,14 +157,17 @@ class Cluster:
             "absolute",
             spec.limits.block_size,
         )
+        # Of each replica its latest life, and those before.
         self.replicas: dict[Source, ReplicaHost] = {}
-        for index, node in enumerate(replica_nodes):
-            host = self._replica_host(index, node, record)
-            self.replicas[host.source] = host
+        self._latest: dict[ReplicaId, ReplicaHost] = {}
+        self._starting: set[Source] = set()
+        self._nodes = replica_nodes
         self.controller.replicas = self.replicas
         self.consumers: list[ConsumerHost] = []
         for index in range(spec.num_consumers):
-            consumer = Consumer(ConsumerId(f"c{index}"))
+            consumer = Consumer(
+                ConsumerId(f"c{index}"), spec.recovery, spec.timeouts.poll_timeout_s
+            )
             node = NodeId(num_gpu_nodes + 1 + index)
             self.consumers.append(
                 ConsumerHost(
@@ -158,8 +185,8 @@ class Cluster:
             host.consumer.consumer_id: host for host in self.consumers
         }
         self.controller.consumers = by_id
-        for host in self.replicas.values():
-            host.consumers = by_id
+        for index in range(spec.num_replicas):
+            host = self._add_host(index, _FIRST_LIFE)
             self.controller.take(
                 RegisterReplica(*host.source, host.replica.limits, host.replica.scope)
             )
@@ -190,30 +217,98 @@ class Cluster:
         fit = per_node // width
         return [NodeId(index // fit) for index in range(self.spec.num_replicas)]
 
-    def _replica_host(self, index: int, node: NodeId, record: Record | None) -> ReplicaHost:
+    # --- lives and deaths -----------------------------------------------------------------
+
+    def kill_replica(self, replica_id: ReplicaId, *, silent: bool = False) -> None:
+        """End the processes of a replica; one that is down stays down.
+
+        Args:
+            replica_id: The replica.
+            silent: They hang instead: no connection breaks, and the controller has to notice.
+        """
+        host = self._latest[replica_id]
+        if host.stopped is not None:
+            return
+        reason = "its process hangs" if silent else "its process was killed"
+        host.stop(reason, silent=silent)
+        notice_s = self.spec.timeouts.rank_liveness_s if silent else self.spec.notice_s
+        lost = LoseReplica(*host.source, reason)
+        self.engine.at(self.engine.now + notice_s, self.controller.take, lost)
+
+    def kill_controller(self) -> None:
+        """End the controller's process, and all that it knows."""
+        self.controller.die()
+
+    def restart_controller(self) -> None:
+        """Start the controller anew, as its next term."""
+        term = Term(self.controller.controller.term + 1)
+        self.controller.replace(self._new_controller(term))
+
+    def _new_controller(self, term: Term) -> Controller:
+        spec = self.spec
+        names = [ReplicaId(f"r{index}") for index in range(spec.num_replicas)]
+        start = ControllerStart(
+            deployment_lease_s=None,
+            batch=spec.batch,
+            placement=spec.placement,
+            recovery=spec.recovery,
+            start_timeout_s=spec.timeouts.start_timeout_s,
+            term=term,
+            expected=tuple(names) if term else (),
+        )
+        if self._record is not None:
+            self._record(LoggedStart(CONTROLLER, start))
+        return new_controller(start)
+
+    def _start_life(self, source: Source) -> None:
+        """Load a replica's weights anew, once nothing is left of its lives before."""
+        self._latest[source[0]].stop("another life of it is started")
+        self._starting = {other for other in self._starting if other[0] != source[0]} | {source}
+        self.engine.at(self.engine.now + self.spec.start_s, self._begin_life, source)
+
+    def _begin_life(self, source: Source) -> None:
+        if source in self._starting:
+            self._starting.remove(source)
+            self._add_host(self._latest[source[0]].index, source[1]).register()
+
+    def _stop_life(self, source: Source, reason: str) -> None:
+        self._starting.discard(source)
+        host = self.replicas.get(source)
+        if host is not None:
+            host.stop(reason)
+
+    def _add_host(self, index: int, incarnation: Incarnation) -> ReplicaHost:
         spec = self.spec
         start = ReplicaStart(
             replica_id=ReplicaId(f"r{index}"),
-            incarnation=_FIRST_LIFE,
+            incarnation=incarnation,
             limits=spec.limits,
             scope=self._scope,
             batch=spec.batch,
             timeouts=spec.timeouts,
+            term=self.controller.controller.term,
         )
-        if record is not None:
-            record(LoggedStart(start.replica_id, start))
+        if self._record is not None:
+            self._record(LoggedStart(start.replica_id, start))
+        before = self._latest.get(start.replica_id)
+        machine = None
+        if spec.cost.max_active > 1:
+            machine = self._machines.setdefault(self._nodes[index], Machine())
         host = ReplicaHost(
             self.engine,
             self.network,
-            node,
+            self._nodes[index],
             index,
             new_replica(start),
             spec.cost,
             self._gaps,
-            self._machines.setdefault(node, Machine()) if spec.cost.max_active > 1 else None,
-            record,
+            machine,
+            self._record,
+            Totals() if before is None else before.totals,
         )
         host.controller = self.controller
+        host.consumers = self.controller.consumers
+        self._latest[start.replica_id] = self.replicas[host.source] = host
         return host
 
     # --- arrivals -------------------------------------------------------------------------
@@ -248,36 +343,22 @@ class Cluster:
             self.engine.at(self.engine.now + self.spec.load_interval_s, self._take_loads)
 
     def _add_loads(self) -> None:
-        for host in self.replicas.values():
+        for host in self._latest.values():
             if host.has_changed:
                 host.has_changed = False
-                steps = host.executor.num_steps
-                self._loads.add(self.engine.now, host.index, host.replica.batcher, steps)
+                batcher = host.replica.batcher if host.stopped is None else None
+                self._loads.add(self.engine.now, host.index, batcher, host.totals)
 
     def _report(self) -> SimReport:
-        hosts = list(self.replicas.values())
-        batchers = [host.replica.batcher for host in hosts]
+        totals = [host.totals for host in self._latest.values()]
+        columns = zip(*map(dataclasses.astuple, totals), strict=True)
         return SimReport(
             requests=self.log.columns(),
             errors=self.log.errors,
             loads=self._loads.columns(),
-            replicas=ReplicaColumns(
-                np.array([host.executor.num_plans for host in hosts]),
-                np.array([host.executor.num_steps for host in hosts]),
-                np.array([host.executor.busy_s for host in hosts]),
-                np.array([batcher.num_queried_tokens for batcher in batchers]),
-                np.array([batcher.num_hit_tokens for batcher in batchers]),
-                np.array([batcher.num_preemptions for batcher in batchers]),
-            ),
+            replicas=ReplicaColumns(*map(np.array, columns)),
             token_gaps_s=self._gaps,
             end_s=self.log.last_end_s,
             num_events=self.engine.num_events,
             num_network_bytes=self.network.num_bytes,
         )
-
-
-def _new_controller(spec: ClusterSpec, record: Record | None) -> Controller:
-    start = ControllerStart(deployment_lease_s=None, batch=spec.batch, placement=spec.placement)
-    if record is not None:
-        record(LoggedStart(CONTROLLER, start))
-    return new_controller(start)

@@ -7,49 +7,45 @@ cluster. They decide nothing: what happens is up to the state machines of the co
 from collections.abc import Callable
 from typing import assert_never
 
-from rayserve_paged.core.consumer import Consumer, StreamUpdate
 from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.controller_messages import (
     ControllerEvent,
+    FoundReplica,
     Placed,
     Rejected,
     ReplicaLost,
     SendToReplica,
+    StartReplica,
     StopReplica,
     SubmitRequest,
     TakeDown,
-    WithdrawRequest,
 )
 from rayserve_paged.core.event_log import CONTROLLER, Record
-from rayserve_paged.core.ids import Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.ids import ConsumerId
+from rayserve_paged.core.open_request import Source
 from rayserve_paged.core.replay import recorded
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.replica_messages import (
     AnswerPoll,
-    AssignRequest,
-    CancelRequest,
-    FenceReplica,
+    ControllerMessage,
     PinAnswered,
     PollTokens,
+    RegisterReplica,
     ReplicaEvent,
     ReplicaReport,
     RunStep,
     StepFinished,
     Tick,
 )
-from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.step_messages import StepResult
-from rayserve_paged.core.stream_messages import Delivery
+from rayserve_paged.sim.consumer_host import ConsumerHost
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.executor import SimulatedExecutor
 from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.network import Network, NodeId, message_bytes
-from rayserve_paged.sim.report import OpenRequest, RequestLog
-
-Watch = Callable[[StreamUpdate, float], None]
-Source = tuple[ReplicaId, Incarnation]
+from rayserve_paged.sim.report import Totals
 
 
 class ReplicaHost:
@@ -65,6 +61,7 @@ class ReplicaHost:
         gaps: Takes the time from token to token.
         machine: As `SimulatedExecutor`.
         record: Takes its event log.
+        before: What the lives before it did.
     """
 
     def __init__(
@@ -78,6 +75,7 @@ class ReplicaHost:
         gaps: LogHistogram,
         machine: Machine | None,
         record: Record | None,
+        before: Totals,
     ) -> None:
         self.node = node
         self.index = index
@@ -89,25 +87,84 @@ class ReplicaHost:
         )
         self.controller: ControllerHost | None = None
         self.consumers: dict[str, ConsumerHost] = {}
-        self.is_stopped = False
+        # Why it has ended; None while it lives.
+        self.stopped: str | None = None
         self.has_changed = False
         self._engine = engine
         self._network = network
         self._take_event = recorded(replica.replica_id, replica.handle, record)
         self._tick_at: float | None = None
+        # Polls that are pending.
+        self._polls: dict[ConsumerId, int] = {}
+        self._is_silent = False
+        self._before = before
+
+    @property
+    def can_be_found(self) -> bool:
+        """Whether its processes are there, as far as can be seen from elsewhere."""
+        return self.stopped is None or self._is_silent
+
+    @property
+    def totals(self) -> Totals:
+        """What it and the lives before it did."""
+        executor, batcher, before = self.executor, self.replica.batcher, self._before
+        return Totals(
+            before.num_plans + executor.num_plans,
+            before.num_steps + executor.num_steps,
+            before.busy_s + executor.busy_s,
+            before.num_queried_tokens + batcher.num_queried_tokens,
+            before.num_hit_tokens + batcher.num_hit_tokens,
+            before.num_preemptions + batcher.num_preemptions,
+        )
 
     def take(self, event: ReplicaEvent) -> None:
         """Take in a message that has come."""
-        if self.is_stopped:
+        if isinstance(event, PollTokens):
+            self._polls[event.consumer_id] = event.poll_id
+        if self.stopped is not None:
+            self._break_connections()
             return
-        if isinstance(event, AssignRequest | CancelRequest | FenceReplica):
+        if isinstance(event, ControllerMessage):
             self.executor.interrupt()
         self._handle(event)
 
-    def stop(self) -> None:
-        """End the ranks, and with them the replica."""
-        self.is_stopped = True
+    def register(self) -> None:
+        """Tell the controller that the replica is ready."""
+        replica = self.replica
+        self._tell(RegisterReplica(*self.source, replica.limits, replica.scope))
+
+    def stop(self, reason: str, *, silent: bool = False) -> None:
+        """End the ranks, and with them the replica.
+
+        Args:
+            reason: For whoever polls it.
+            silent: Its processes hang, or are cut off: no connection breaks.
+        """
+        if self.stopped is None:
+            self.stopped = reason
+            self._is_silent = silent
+        elif not silent:
+            self._is_silent = False
+        self.has_changed = True
         self.executor.stop()
+        self._break_connections()
+
+    def _break_connections(self) -> None:
+        """Let the polls that are pending fail."""
+        if self._is_silent:
+            return
+        assert self.stopped is not None
+        polls, self._polls = self._polls, {}
+        for consumer_id in polls:
+            lost = ReplicaLost(*self.source, self.stopped, (consumer_id,))
+            consumer = self.consumers[consumer_id]
+            self._network.send(self.node, consumer.node, message_bytes(lost), consumer.take, lost)
+
+    def _tell(self, message: ReplicaReport | RegisterReplica) -> None:
+        controller = self.controller
+        assert controller is not None, "hosts are wired before they run"
+        size = message_bytes(message)
+        self._network.send(self.node, controller.node, size, controller.take, message)
 
     def _finish(self, result: StepResult) -> None:
         self._handle(StepFinished(result))
@@ -118,7 +175,9 @@ class ReplicaHost:
             match command:
                 case RunStep(plan):
                     self.executor.run(plan)
-                case AnswerPoll(consumer_id, _poll_id, delivery):
+                case AnswerPoll(consumer_id, poll_id, delivery):
+                    if self._polls.get(consumer_id) == poll_id:
+                        del self._polls[consumer_id]
                     consumer = self.consumers[consumer_id]
                     size = message_bytes(command)
                     self._network.send(
@@ -126,11 +185,8 @@ class ReplicaHost:
                     )
                 case PinAnswered():
                     pass  # Nothing pins here.
-                case ReplicaReport():
-                    controller = self.controller
-                    assert controller is not None, "hosts are wired before they run"
-                    size = message_bytes(command)
-                    self._network.send(self.node, controller.node, size, controller.take, command)
+                case ReplicaReport() | RegisterReplica():
+                    self._tell(command)
                 case _:
                     assert_never(command)
         self.has_changed = True
@@ -144,7 +200,7 @@ class ReplicaHost:
             self._engine.at(due, self._tick, due)
 
     def _tick(self, planned_for: float) -> None:
-        if self._tick_at != planned_for or self.is_stopped:
+        if self._tick_at != planned_for or self.stopped is not None:
             return  # An earlier one was planned since.
         self._tick_at = None
         due = self.replica.next_tick
@@ -152,118 +208,6 @@ class ReplicaHost:
             self._handle(Tick())
         else:
             self._plan_tick()
-
-
-class ConsumerHost:
-    """A consumer, such as an ingress process: submits requests and polls who serves them.
-
-    Args:
-        engine: The clock.
-        network: Carries its messages.
-        node: Where it is.
-        consumer: The state machine.
-        controller: Whom it submits to.
-        replicas: Whom it polls.
-        log: Takes requests that have ended.
-        watch: Called with each update of a stream as it is accepted, and the time.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        network: Network,
-        node: NodeId,
-        consumer: Consumer,
-        controller: "ControllerHost",
-        replicas: dict[Source, ReplicaHost],
-        log: RequestLog,
-        watch: Watch | None,
-    ) -> None:
-        self.node = node
-        self.consumer = consumer
-        self._engine = engine
-        self._network = network
-        self._controller = controller
-        self._replicas = replicas
-        self._log = log
-        self._watch = watch
-        self._open: dict[RequestId, OpenRequest] = {}
-        # Whom a poll is under way to or pending at.
-        self._polled: set[Source] = set()
-
-    def submit(self, request: Request, number: int) -> None:
-        """Open a request and submit it."""
-        num_prompt_tokens = len(request.prompt_token_ids)
-        self._open[request.request_id] = OpenRequest(number, self._engine.now, num_prompt_tokens)
-        self.consumer.open(request)
-        message = SubmitRequest(request)
-        controller = self._controller
-        self._network.send(
-            self.node, controller.node, message_bytes(message), controller.take, message
-        )
-
-    def cancel(self, request_id: RequestId) -> None:
-        """Ask for the end of a request; its stream then ends as cancelled."""
-        attempt = self.consumer.attempt(request_id)
-        if attempt is not None:
-            message = WithdrawRequest(request_id, attempt)
-            controller = self._controller
-            self._network.send(
-                self.node, controller.node, message_bytes(message), controller.take, message
-            )
-
-    def take(self, message: Placed | Rejected | ReplicaLost) -> None:
-        """Take in what the controller has to say."""
-        match message:
-            case Placed(request_id, _attempt, replica_id, incarnation):
-                opened = self._open.get(request_id)
-                if opened is not None:
-                    opened.replica = self._replicas[replica_id, incarnation].index
-                self._hand_out(self.consumer.placed(message))
-                self._listen((replica_id, incarnation))
-            case Rejected(request_id, _attempt, error):
-                self.consumer.abandon(request_id)
-                self._end(request_id, FinishReason.ERROR, str(error))
-            case ReplicaLost(replica_id, incarnation):
-                self._polled.discard((replica_id, incarnation))
-                self._hand_out(self.consumer.lose([message]))
-            case _:
-                assert_never(message)
-
-    def take_delivery(self, sender: ReplicaHost, delivery: Delivery) -> None:
-        """Take in the answer to a poll, and poll again where more is to come."""
-        self._polled.discard(sender.source)
-        self._hand_out(self.consumer.deliver(delivery))
-        self._listen(sender.source)
-
-    def _listen(self, source: Source) -> None:
-        """Keep one poll at a replica that serves an open request."""
-        if source in self._polled or source not in self.consumer.serving():
-            return
-        self._polled.add(source)
-        host = self._replicas[source]
-        message: PollTokens = self.consumer.poll(*source)
-        self._network.send(self.node, host.node, message_bytes(message), host.take, message)
-
-    def _hand_out(self, updates: list[StreamUpdate]) -> None:
-        now = self._engine.now
-        for update in updates:
-            if self._watch is not None:
-                self._watch(update, now)
-            opened = self._open[update.request_id]
-            if update.token_ids:
-                if opened.first_token_s is None:
-                    opened.first_token_s = now
-                opened.num_output_tokens += len(update.token_ids)
-            opened.num_cached_tokens = update.num_cached_tokens
-            if update.finish is not None:
-                self._end(update.request_id, update.finish, update.error)
-
-    def _end(self, request_id: RequestId, finish: FinishReason, error: str | None) -> None:
-        opened = self._open.pop(request_id)
-        if error is not None:
-            self._log.errors[opened.number] = error
-        self._log.add(opened, self._engine.now, finish)
 
 
 class ControllerHost:
@@ -274,6 +218,8 @@ class ControllerHost:
         network: Carries its messages.
         node: Where it is.
         controller: The state machine.
+        start_life: Begins to start a life of a replica.
+        stop_life: Ends one, or keeps it from starting.
         record: Takes its event log.
     """
 
@@ -283,37 +229,86 @@ class ControllerHost:
         network: Network,
         node: NodeId,
         controller: Controller,
+        start_life: Callable[[Source], None],
+        stop_life: Callable[[Source, str], None],
         record: Record | None,
     ) -> None:
         self.node = node
         self.controller = controller
         self.replicas: dict[Source, ReplicaHost] = {}
         self.consumers: dict[str, ConsumerHost] = {}
+        self.is_dead = False
         self._engine = engine
         self._network = network
+        self._start_life = start_life
+        self._stop_life = stop_life
+        self._record = record
         self._take_event = recorded(CONTROLLER, controller.handle, record)
+        self._tick_at: float | None = None
+
+    def die(self) -> None:
+        """Lose all that the controller knows; messages to it are lost until it is replaced."""
+        self.is_dead = True
+
+    def replace(self, controller: Controller) -> None:
+        """Go on with a controller of a later term, and tell it which replicas can be found."""
+        self.is_dead = False
+        self.controller = controller
+        self._take_event = recorded(CONTROLLER, controller.handle, self._record)
+        for source, host in self.replicas.items():
+            if host.can_be_found:
+                self.take(FoundReplica(*source))
+        self.take(Tick())
 
     def take(self, event: ControllerEvent) -> None:
         """Take in a message that has come."""
+        if self.is_dead:
+            return
         commands = self._take_event(event, self._engine.now)
         for command in commands:
             match command:
                 case SendToReplica(replica_id, incarnation, sent):
-                    host = self.replicas[replica_id, incarnation]
-                    self._network.send(self.node, host.node, message_bytes(sent), host.take, sent)
+                    host = self.replicas.get((replica_id, incarnation))
+                    if host is not None:
+                        size = message_bytes(sent)
+                        self._network.send(self.node, host.node, size, host.take, sent)
                 case Placed() | Rejected():
                     assert isinstance(event, SubmitRequest), "an answer to a submission"
                     self._tell(event.request.consumer_id, command)
                 case ReplicaLost(consumers=consumers):
                     for consumer_id in consumers:
                         self._tell(consumer_id, command)
-                case StopReplica(replica_id, incarnation):
-                    self.replicas[replica_id, incarnation].stop()
-                case TakeDown():
-                    for host in self.replicas.values():
-                        host.stop()
+                case StopReplica(replica_id, incarnation, reason):
+                    self._stop_life((replica_id, incarnation), reason)
+                case StartReplica(replica_id, incarnation):
+                    self._start_life((replica_id, incarnation))
+                case TakeDown(reason):
+                    for source in self.replicas:
+                        self._stop_life(source, reason)
                 case _:
                     assert_never(command)
+        self._plan_tick()
+
+    def _plan_tick(self) -> None:
+        """See to it that the controller is ticked when that has something to do."""
+        due = self.controller.next_tick
+        if due is None or (self._tick_at is not None and self._tick_at <= due):
+            return
+        due = max(due, self._engine.now)
+        self._tick_at = due
+        self._engine.at(due, self._tick, due)
+
+    def _tick(self, planned_for: float) -> None:
+        if self._tick_at != planned_for:
+            return  # An earlier one was planned since.
+        self._tick_at = None
+        if self.is_dead:
+            return
+        due = self.controller.next_tick
+        if due is not None and due <= self._engine.now:
+            self.take(Tick())
+        else:
+            self._plan_tick()
 
     def _tell(self, consumer_id: str, message: Placed | Rejected | ReplicaLost) -> None:
         consumer = self.consumers[consumer_id]

@@ -15,7 +15,13 @@ from typing import Any, Final, NewType
 
 from rayserve_paged.core.block_identity import KEY_BYTES
 from rayserve_paged.core.controller_messages import SubmitRequest
-from rayserve_paged.core.replica_messages import AnswerPoll, AssignRequest, ReplicaReport
+from rayserve_paged.core.replica_messages import (
+    AnswerPoll,
+    AssignRequest,
+    ControllerMessage,
+    RegisterReplica,
+    ReplicaReport,
+)
 from rayserve_paged.core.request import Request
 from rayserve_paged.core.stream_messages import StreamItem
 from rayserve_paged.sim.engine import Engine
@@ -115,6 +121,13 @@ def message_bytes(message: object) -> int:
             return num_bytes
         case SubmitRequest(request):
             return HEADER_BYTES + _request_bytes(request)
+        case ControllerMessage(event=event):
+            return message_bytes(event)
+        case RegisterReplica(inventory=inventory):
+            if inventory is None:
+                return HEADER_BYTES
+            num_keys = 0 if inventory.keys is None else len(inventory.keys)
+            return HEADER_BYTES + STREAM_BYTES * len(inventory.served) + KEY_BYTES * num_keys
         case AssignRequest(request, keys):
             return HEADER_BYTES + _request_bytes(request) + KEY_BYTES * len(keys)
         case ReplicaReport():

@@ -101,6 +101,18 @@ class LoadColumns:
     num_steps: LongArray
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Totals:
+    """What a replica did so far, over all its lives; see `ReplicaColumns`."""
+
+    num_plans: int = 0
+    num_steps: int = 0
+    busy_s: float = 0.0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_preemptions: int = 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ReplicaColumns:
     """What each replica did over the simulation.
@@ -173,29 +185,34 @@ class LoadLog:
         self._times = array("d")
         self._rows = array("q")
 
-    def add(self, now: float, replica: int, batcher: Batcher, num_steps: int) -> None:
+    def add(self, now: float, replica: int, batcher: Batcher | None, totals: Totals) -> None:
         """Add a row.
 
         Args:
             now: The time, in seconds.
             replica: Index of the replica.
-            batcher: Its batcher.
-            num_steps: That it has run.
+            batcher: Its batcher; None while it is down.
+            totals: What its lives did so far.
         """
-        pool = batcher.kv.pool
-        self._times.append(now)
-        self._rows.extend(
-            (
-                replica,
+        state = (0, 0, 0, 0, 0)
+        if batcher is not None:
+            pool = batcher.kv.pool
+            state = (
                 batcher.num_running,
                 batcher.num_waiting,
                 pool.num_free,
                 pool.num_cached,
                 batcher.num_open_slots,
-                batcher.num_preemptions,
-                batcher.num_queried_tokens,
-                batcher.num_hit_tokens,
-                num_steps,
+            )
+        self._times.append(now)
+        self._rows.extend(
+            (
+                replica,
+                *state,
+                totals.num_preemptions,
+                totals.num_queried_tokens,
+                totals.num_hit_tokens,
+                totals.num_steps,
             )
         )
 
@@ -255,6 +272,7 @@ class OpenRequest:
         num_output_tokens: Received so far.
         num_cached_tokens: Prompt tokens from the prefix cache.
         replica: Index of the replica that serves it; None where none does.
+        num_samples: Streams that have not ended.
     """
 
     number: int
@@ -264,3 +282,4 @@ class OpenRequest:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     replica: int | None = None
+    num_samples: int = 1

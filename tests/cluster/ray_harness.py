@@ -21,10 +21,10 @@ from rayserve_paged.core.config import (
     ParallelConfig,
     TimeoutConfig,
 )
-from rayserve_paged.core.consumer import StreamUpdate
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
 from rayserve_paged.core.request import Request
 from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.stream_update import StreamUpdate
 from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.deployment import Deployment
 

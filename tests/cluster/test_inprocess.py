@@ -232,7 +232,11 @@ def test_a_request_that_cannot_fit_is_rejected_with_the_numbers(start: Start) ->
 
 
 def test_a_lost_replica_ends_its_requests_and_its_watchers_hear_of_it(start: Start) -> None:
-    shell = start(parallel={"tensor_parallel_size": 2}, timeouts={"poll_timeout_s": 30.0})
+    shell = start(
+        parallel={"tensor_parallel_size": 2},
+        timeouts={"poll_timeout_s": 30.0},
+        recovery={"restart": False},
+    )
 
     async def run() -> None:
         params = SamplingParams(max_tokens=400, temperature=0.0, seed=0)

@@ -22,15 +22,25 @@ from rayserve_paged.core.event_log import (
     read_lines,
     to_line,
 )
-from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, PinId, ReplicaId, RequestId
+from rayserve_paged.core.ids import (
+    Attempt,
+    ConsumerId,
+    Incarnation,
+    PinId,
+    ReplicaId,
+    RequestId,
+    Term,
+)
 from rayserve_paged.core.replay import new_replica, replay
 from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.replica_messages import (
     AssignRequest,
     CancelRequest,
+    ControllerMessage,
     FenceReplica,
     PinPrefix,
     PollTokens,
+    RegisterReplica,
     ReplicaCommand,
     ReplicaEvent,
     ReplicaReport,
@@ -88,7 +98,7 @@ class Stage:
 
     def __init__(self, executor: CountingExecutor, replica: Replica | None = None) -> None:
         self.executor = executor
-        self.reports: list[ReplicaReport | LoseReplica] = []
+        self.reports: list[ReplicaReport | RegisterReplica | LoseReplica] = []
         self.log: list[LogEntry] = []
         self.host = ReplicaHost(
             new_replica(START) if replica is None else replica,
@@ -119,6 +129,15 @@ class Stage:
                     last[request_id] = item
         return {request_id: (tokens[request_id], last[request_id]) for request_id in request_ids}
 
+    def read_to_fence(self) -> tuple[list[int], str]:
+        """Poll until the replica says that it has ended: all tokens before, and why."""
+        tokens: list[int] = []
+        while True:
+            delivery = self.poll()
+            tokens += [token for item in unfold(delivery) for token in item.token_ids]
+            if delivery.fenced is not None:
+                return tokens, delivery.fenced
+
 
 def wait_for(event: threading.Event) -> None:
     assert event.wait(_LONG_S)
@@ -134,19 +153,17 @@ START = ReplicaStart(
 )
 
 
-def request(name: str, num_prompt: int = 3, max_tokens: int = 5) -> AssignRequest:
+def request(name: str, num_prompt: int = 3, max_tokens: int = 5) -> ControllerMessage:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     prompt = tuple(range(num_prompt))
-    return AssignRequest(
-        Request(
-            request_id=RequestId(name),
-            consumer_id=CONSUMER,
-            attempt=Attempt(0),
-            prompt_token_ids=TokenIds.of(prompt),
-            params=params,
-        ),
-        (),
+    submitted = Request(
+        request_id=RequestId(name),
+        consumer_id=CONSUMER,
+        attempt=Attempt(0),
+        prompt_token_ids=TokenIds.of(prompt),
+        params=params,
     )
+    return ControllerMessage(Term(0), AssignRequest(submitted, ()))
 
 
 Start = Callable[..., Stage]
@@ -246,7 +263,7 @@ def test_events_are_taken_in_between_steps(start: Start) -> None:
     stage = start(CountingExecutor(wait_in_step_1))
     stage.host.post(request("a", max_tokens=50))
     wait_for(inside)
-    stage.host.post(CancelRequest(RequestId("a"), Attempt(0)))
+    stage.host.post(ControllerMessage(Term(0), CancelRequest(RequestId("a"), Attempt(0))))
     gate.set()
     _, last = stage.read_to_end("a")["a"]
     assert last.finish is FinishReason.CANCELLED
@@ -278,7 +295,7 @@ def test_a_pin_is_answered_between_steps_and_not_by_a_host_that_has_stopped(star
     assigned = request("a", num_prompt=9, max_tokens=1)
     stage.host.post(assigned)
     stage.read_to_end("a")
-    event = PinPrefix(PinId("p"), assigned.request.prompt_token_ids)
+    event = PinPrefix(PinId("p"), tuple(range(9)))
     answer = stage.host.pin_prefix(event).result(_LONG_S)
     # This replica lets nothing be pinned.
     assert (answer.num_tokens, str(answer.refused)) == (0, str(PinLimitError("p", 2, 0, 0)))
@@ -302,13 +319,13 @@ def broken(_plan: StepPlan) -> None:
     raise GroupBrokenError(1, "its peer is gone")
 
 
-def test_a_broken_group_fails_its_requests_with_the_reason_and_polls_go_on(start: Start) -> None:
+def test_a_broken_group_fences_the_replica_and_polls_go_on(start: Start) -> None:
     stage = start(CountingExecutor(broken))
     stage.host.post(request("a"))
-    assert stage.read_to_end("a")["a"][1].error == BROKEN
+    assert stage.read_to_fence() == ([], BROKEN)
     # Fenced: no step runs any more, and who comes late hears the same.
     stage.host.post(request("b"))
-    assert stage.read_to_end("b")["b"][1].error == BROKEN
+    assert stage.read_to_fence() == ([], BROKEN)
     assert len(stage.executor.plans) == 1
     (report,) = stage.reports
     assert isinstance(report, ReplicaReport)
@@ -325,8 +342,8 @@ def test_a_heartbeat_that_finds_the_group_broken_fences_the_replica(start: Start
     stage = start(executor)
     wait_for(executor.aborted)
     stage.host.post(request("a"))
-    error = stage.read_to_end("a")["a"][1].error
-    assert error == "the tensor-parallel group broke at rank 0: its peer is gone"
+    reason = "the tensor-parallel group broke at rank 0: its peer is gone"
+    assert stage.read_to_fence() == ([], reason)
     assert executor.plans == []
 
 
@@ -337,8 +354,7 @@ def test_an_unexpected_error_fences_the_replica_and_never_hangs_a_consumer(start
 
     stage = start(CountingExecutor(fail))
     stage.host.post(request("a"))
-    tokens, last = stage.read_to_end("a")["a"]
-    assert (tokens, last.finish, last.error) == ([3, 4], FinishReason.ERROR, "MemoryError: no room")
+    assert stage.read_to_fence() == ([3, 4], "MemoryError: no room")
     wait_for(stage.executor.aborted)  # After the polls were answered.
     assert stage.executor.abort_reasons == ["MemoryError: no room"]
 
@@ -409,9 +425,9 @@ def test_stop_breaks_a_step_that_does_not_end_and_fails_what_waits(start: Start)
     stage.host.post(request("a"))
     wait_for(inside)
     stage.host.stop("enough")
-    (item,) = unfold(pending.result(_LONG_S))
+    delivery = pending.result(_LONG_S)
     # The stop is taken in before the step's outcome.
-    assert (item.finish, item.error) == (FinishReason.ERROR, "enough")
+    assert (delivery.items, delivery.fenced) == ((), "enough")
     assert stage.executor.num_shutdowns == 1
 
 
@@ -420,10 +436,9 @@ def test_a_fence_from_outside_breaks_a_step_that_does_not_end(start: Start) -> N
     stage = start(executor)
     stage.host.post(request("a"))
     wait_for(inside)
-    stage.host.post(FenceReplica("rank 1 is silent"))
-    error = stage.read_to_end("a")["a"][1].error
-    assert error is not None
-    assert error.endswith("rank 1 is silent")
+    stage.host.post(ControllerMessage(Term(0), FenceReplica("rank 1 is silent")))
+    _tokens, reason = stage.read_to_fence()
+    assert reason.endswith("rank 1 is silent")
 
 
 def test_a_host_that_never_started_can_be_stopped() -> None:

@@ -11,7 +11,7 @@ from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.block_identity import Adapter, BlockScope, RequestScope, extend_chain
 from rayserve_paged.core.config import BatchConfig, QueuePolicy, TimeoutConfig
-from rayserve_paged.core.consumer import Consumer, StreamUpdate
+from rayserve_paged.core.consumer import Consumer
 from rayserve_paged.core.controller_messages import Placed
 from rayserve_paged.core.directory import Directory
 from rayserve_paged.core.event_log import ReplicaStart
@@ -41,6 +41,7 @@ from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.sequence import SequenceState
 from rayserve_paged.core.step_messages import StepPlan, StepResult, TokenLogprobs
 from rayserve_paged.core.stream_messages import StreamName, TokenRun
+from rayserve_paged.core.stream_update import StreamUpdate
 from rayserve_paged.core.token_ids import TokenIds
 
 R0 = ReplicaId("r0")
@@ -172,8 +173,8 @@ class Reader:
         # Of further samples of one request.
         self.siblings: dict[tuple[RequestId, int], Stream] = {}
 
-    def open(self, request: Request) -> Stream:
-        self.consumer.open(request)
+    def open(self, request: Request, now: float = 0.0) -> Stream:
+        self.consumer.open(request, now)
         stream = self.streams[request.request_id] = Stream()
         for sibling in range(1, request.params.num_siblings):
             self.siblings[request.request_id, sibling] = Stream()
@@ -270,6 +271,8 @@ class ReplicaDriver:
         self.now = 0.0
         self.plans: deque[StepPlan] = deque()
         self.answers: list[AnswerPoll] = []
+        # Those that were read last.
+        self.last_answers: list[AnswerPoll] = []
         self.reports: list[ReplicaReport] = []
         self.readers: dict[ConsumerId, Reader] = {}
 
@@ -281,6 +284,11 @@ class ReplicaDriver:
     # --- events ---------------------------------------------------------------------------
 
     def send(self, event: ReplicaEvent) -> list[ReplicaCommand]:
+        if isinstance(event, CancelRequest):
+            # Whoever asked for it must know, or takes the end for a loss.
+            for reader in self.readers.values():
+                if reader.consumer.attempt(event.request_id) == event.attempt:
+                    reader.consumer.cancel(event.request_id, event.sibling, self.now)
         commands = self.replica.handle(event, self.now)
         invariants.check(self.replica)
         for command in commands:
@@ -311,7 +319,7 @@ class ReplicaDriver:
             self.incarnation,
             max_tokens,
         )
-        assert reader.consumer.placed(placed) == []
+        assert reader.consumer.placed(placed, self.now) == []
         self.send(AssignRequest(admitted, prompt_keys(admitted, self.scope)))
         return stream
 
@@ -361,15 +369,16 @@ class ReplicaDriver:
     def poll(self, consumer_id: str = "c0", *, lose_answers: bool = False) -> None:
         """Poll as a consumer; answers that are not lost are read by whom they are for."""
         consumer = self.reader(consumer_id).consumer
-        self.send(consumer.poll(self.replica.replica_id, self.incarnation))
+        self.send(consumer.poll(self.replica.replica_id, self.incarnation, self.now))
         self.read_answers(lose=lose_answers)
 
     def read_answers(self, *, lose: bool = False) -> None:
         answers, self.answers = self.answers, []
+        self.last_answers = answers
         for answer in answers:
             if not lose:
                 reader = self.reader(answer.consumer_id)
-                reader.accept(reader.consumer.deliver(answer.delivery))
+                reader.accept(reader.consumer.deliver(answer.delivery, self.now))
 
     # --- what tests look at ---------------------------------------------------------------
 
@@ -381,6 +390,11 @@ class ReplicaDriver:
     def keys(self, request: Request) -> tuple[BlockKey, ...]:
         """Keys of the full blocks of a request's prompt."""
         return prompt_keys(request, self.scope)
+
+    def goes_on(self, request: Request) -> bool:
+        """Whether a request goes on as its next attempt, since this replica gave it up."""
+        consumer = self.reader(request.consumer_id).consumer
+        return consumer.attempt(request.request_id) == request.attempt + 1
 
     def sequence(self, request: Request) -> SequenceState:
         (found,) = [s for s in self.replica.sequences if s.request.request_id == request.request_id]

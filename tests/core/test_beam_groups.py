@@ -75,9 +75,9 @@ def test_hypotheses_come_with_their_log_probabilities_all_at_once() -> None:
     consumer = driver.reader().consumer
     totals = {}
     while driver.step():
-        driver.send(consumer.poll(driver.replica.replica_id, driver.incarnation))
+        driver.send(consumer.poll(driver.replica.replica_id, driver.incarnation, driver.now))
         for answer in driver.answers:
-            for update in consumer.deliver(answer.delivery):
+            for update in consumer.deliver(answer.delivery, driver.now):
                 num_updates[update.sibling] += 1
                 assert len(update.token_ids) == len(update.logprobs) == 7
                 totals[update.sibling] = sum(p.logprob for p in update.logprobs)
@@ -214,15 +214,17 @@ def test_a_search_ends_with_all_of_its_streams_and_blocks(
     elif ends == "cancel":
         driver.cancel(request)
     driver.run()
-    failed = ends in ("poison", "fence")
-    finish = FinishReason.ERROR if failed else FinishReason.CANCELLED
+    finish = FinishReason.ERROR if ends == "poison" else FinishReason.CANCELLED
+    goes_on = ends in ("lease", "fence")
+    assert driver.goes_on(request) == goes_on
     streams = [driver.reader().stream(request, rank) for rank in range(3)]
-    assert {(stream.finish, stream.token_ids) for stream in streams} == {(finish, ())}
+    ended = (None, ()) if goes_on else (finish, ())
+    assert {(stream.finish, stream.token_ids) for stream in streams} == {ended}
     if ends in ("poison", "cancel"):
         check_streams(driver, beside)
     assert driver.num_free == 32
     finished = [name for report in driver.reports for name in report.finished]
-    assert finished.count((RequestId("q0"), Attempt(0))) == 1
+    assert finished.count((RequestId("q0"), Attempt(0))) == (ends != "fence")
 
 
 def test_a_search_that_waits_is_cancelled_as_a_whole() -> None:

@@ -13,9 +13,10 @@ import pytest
 from replica_driver import depths, make_limits, make_report, make_request, make_scope, prompt_keys
 
 from rayserve_paged.core.controller import Controller
-from rayserve_paged.core.controller_messages import Placed, RegisterReplica, SubmitRequest
+from rayserve_paged.core.controller_messages import Placed, SubmitRequest
 from rayserve_paged.core.directory import Directory
 from rayserve_paged.core.ids import BlockKey, Incarnation, ReplicaId
+from rayserve_paged.core.replica_messages import RegisterReplica
 from rayserve_paged.core.request import Request
 
 BLOCK_SIZE = 16

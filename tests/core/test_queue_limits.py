@@ -8,13 +8,13 @@ from rayserve_paged.core.config import BatchConfig
 from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.controller_messages import (
     Placed,
-    RegisterReplica,
     Rejected,
     SendToReplica,
     SubmitRequest,
 )
 from rayserve_paged.core.errors import OverloadedError
 from rayserve_paged.core.ids import Incarnation, ReplicaId
+from rayserve_paged.core.replica_messages import RegisterReplica
 from rayserve_paged.core.request import Request
 
 LIMITS = make_limits(num_blocks=64, max_num_seqs=2)

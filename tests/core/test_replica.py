@@ -13,17 +13,18 @@ from replica_driver import (
 
 from rayserve_paged.core.delivered import DeliveredSample
 from rayserve_paged.core.ids import Attempt, ConsumerId, StepId
-from rayserve_paged.core.replica import REPORT_INTERVAL_S
 from rayserve_paged.core.replica_messages import (
     AssignRequest,
     CancelRequest,
     FenceReplica,
     PollTokens,
+    ReplicaReport,
     RunStep,
     StepFailed,
     StepFinished,
     Tick,
 )
+from rayserve_paged.core.replica_reports import REPORT_INTERVAL_S
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.step_messages import StepResult
 
@@ -161,7 +162,8 @@ def test_the_items_of_two_attempts_are_kept_apart(driver: ReplicaDriver) -> None
 def test_a_consumer_that_does_not_poll_loses_its_requests_and_no_other_does(
     driver: ReplicaDriver,
 ) -> None:
-    gone = driver.submit(make_request([1], 30, request_id="gone", consumer_id="gone"))
+    request = make_request([1], 30, request_id="gone", consumer_id="gone")
+    gone = driver.submit(request)
     here = driver.submit(make_request([2], 30, request_id="here", consumer_id="here"))
     driver.step()
     driver.poll("here")
@@ -171,7 +173,9 @@ def test_a_consumer_that_does_not_poll_loses_its_requests_and_no_other_does(
     assert [s.request.request_id for s in driver.replica.sequences] == ["here"]
     driver.run()
     assert here.finish is FinishReason.LENGTH
-    assert (gone.finish, gone.error) == (FinishReason.CANCELLED, "the consumer's lease ran out")
+    # It was only held up: it learns of it, and goes on.
+    assert (gone.finish, len(gone.token_ids)) == (None, 1)
+    assert driver.goes_on(request)
     assert driver.replica.kv.pool.num_held == 0
 
 
@@ -214,29 +218,38 @@ def test_a_row_that_fails_after_its_request_was_cancelled_leaves_nothing_either(
     assert driver.replica.kv.pool.num_cached == 0
 
 
-def test_a_failed_step_ends_every_request_with_its_reason(driver: ReplicaDriver) -> None:
-    streams = [driver.submit(make_request([i], 9, request_id=f"q{i}")) for i in range(3)]
+def test_a_failed_step_fences_the_replica_and_its_requests_go_on_elsewhere(
+    driver: ReplicaDriver,
+) -> None:
+    requests = [make_request([i], 9, request_id=f"q{i}") for i in range(3)]
+    streams = [driver.submit(request) for request in requests]
     driver.step()
     assert driver.plan is not None
-    driver.send(StepFailed(driver.plan.step_id, "rank 1 is gone"))
+    commands = driver.send(StepFailed(driver.plan.step_id, "rank 1 is gone"))
+    assert [type(command) for command in commands] == [ReplicaReport]
     driver.poll()
-    assert [stream.finish for stream in streams] == [FinishReason.ERROR] * 3
-    assert {stream.error for stream in streams} == {"step 1 failed: rank 1 is gone"}
+    (delivery,) = {answer.delivery.fenced for answer in driver.last_answers}
+    assert delivery == "step 1 failed: rank 1 is gone"
+    # What there was of their streams is still told, and no end.
+    got = [(len(stream.token_ids), stream.finish) for stream in streams]
+    assert got == [(1, None), (0, None), (0, None)]
+    assert all(driver.goes_on(request) for request in requests)
     assert driver.replica.kv.pool.num_held == 0
     assert driver.reports[-1].fenced == "step 1 failed: rank 1 is gone"
 
 
 def test_a_fenced_replica_takes_nothing_in_and_reports_no_more(driver: ReplicaDriver) -> None:
-    stream = driver.submit(make_request([1], 9))
+    requests = [make_request([i], 9, request_id=f"q{i}") for i in range(2)]
+    driver.submit(requests[0])
     driver.send(FenceReplica("lost"))
     num_reports = len(driver.reports)
-    late = driver.submit(make_request([2], 9, request_id="late"))
+    driver.submit(requests[1])
     assert driver.step()
     driver.send(StepFailed(StepId(0), "again"))
     driver.send(FenceReplica("again"))
     driver.tick(1.0)
     driver.poll()
-    assert (stream.error, late.error) == ("lost", "lost")
+    assert all(driver.goes_on(request) for request in requests)
     assert driver.replica.fenced == "lost"
     assert (driver.plan, len(driver.reports)) == (None, num_reports)
 

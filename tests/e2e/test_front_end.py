@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from rayserve_paged.core.config import CacheConfig, DeploymentConfig, ModelConfig, TimeoutConfig
+from rayserve_paged.core.config import (
+    CacheConfig,
+    DeploymentConfig,
+    ModelConfig,
+    RecoveryConfig,
+    TimeoutConfig,
+)
 from rayserve_paged.core.controller_messages import (
     LoseReplica,
     Placed,
@@ -147,7 +153,39 @@ async def read_to_the_end(stream: AsyncGenerator[StreamChunk, None]) -> None:
 # --- lost replicas --------------------------------------------------------------------------
 
 
-def test_a_lost_replica_ends_its_requests_with_the_reason(shell: CountingShell) -> None:
+@pytest.fixture
+def mortal() -> Iterator[CountingShell]:
+    """A deployment whose only replica is not started again."""
+    shell = CountingShell(CONFIG.model_copy(update={"recovery": RecoveryConfig(restart=False)}))
+    yield shell
+    shell.shutdown()
+
+
+def test_a_lost_replica_is_started_again_and_its_streams_go_on(shell: CountingShell) -> None:
+    async def test(front_end: FrontEnd) -> None:
+        group = dataclasses.replace(GREEDY, max_tokens=300, n=2, logprobs=0)
+        stream = front_end.stream(front_end.prepare("x", group))
+        token_ids: dict[int, list[int]] = {0: [], 1: []}
+        num_logprobs = num_chunks = 0
+        async for chunk in stream:
+            token_ids[chunk.sibling] += chunk.token_ids
+            num_logprobs += len(chunk.logprobs)
+            num_chunks += 1
+            if num_chunks in (10, 60):
+                incarnation = Incarnation(num_chunks // 60)
+                shell.handle(LoseReplica(R0, incarnation, "its plug was pulled"))
+        assert token_ids == {0: oracle(b"x", 300), 1: oracle(b"x", 300)}
+        assert num_logprobs == 600
+        await until_nothing_is_held(front_end)
+        # Neither the requests that moved nor those that come later are lost track of.
+        await front_end.complete([front_end.prepare("y", GREEDY)])
+
+    run(shell, test)
+
+
+def test_a_lost_replica_ends_its_requests_with_the_reason(mortal: CountingShell) -> None:
+    shell = mortal
+
     async def test(front_end: FrontEnd) -> None:
         jobs = [front_end.prepare(f"request {index}", ENDLESS) for index in range(3)]
         running = asyncio.create_task(front_end.complete(jobs))
@@ -156,13 +194,16 @@ def test_a_lost_replica_ends_its_requests_with_the_reason(shell: CountingShell) 
         shell.handle(LoseReplica(R0, LIFE, "rank 1: its plug was pulled"))
         outputs = await running
         assert [output.finish_reason for output in outputs] == [FinishReason.ERROR] * 3
-        assert {output.error for output in outputs} == {"rank 1: its plug was pulled"}
+        reason = "no replica can take the request: r0 is lost: rank 1: its plug was pulled"
+        assert {output.error for output in outputs} == {reason}
         assert [output.request_id for output in outputs] == [job.name for job in jobs]
 
     run(shell, test)
 
 
-def test_a_lost_replica_ends_all_samples_of_a_request(shell: CountingShell) -> None:
+def test_a_lost_replica_ends_all_samples_of_a_request(mortal: CountingShell) -> None:
+    shell = mortal
+
     async def test(front_end: FrontEnd) -> None:
         group = dataclasses.replace(ENDLESS, n=3)
         running = asyncio.create_task(front_end.complete([front_end.prepare("x", group)]))
@@ -170,29 +211,34 @@ def test_a_lost_replica_ends_all_samples_of_a_request(shell: CountingShell) -> N
             await asyncio.sleep(0)
         shell.handle(LoseReplica(R0, LIFE, "gone"))
         (output,) = await running
-        assert output.error == "gone"
-        assert [sample.error for sample in output.samples] == ["gone"] * 3
+        reason = "no replica can take the request: r0 is lost: gone"
+        assert output.error == reason
+        assert [sample.error for sample in output.samples] == [reason] * 3
         for sample in output.samples:
             assert sample.token_ids == tuple(oracle(b"x", len(sample.token_ids)))
 
     run(shell, test)
 
 
-def test_a_stream_of_a_lost_replica_does_not_just_end(shell: CountingShell) -> None:
+def test_a_stream_of_a_lost_replica_does_not_just_end(mortal: CountingShell) -> None:
+    shell = mortal
+
     async def test(front_end: FrontEnd) -> None:
         job = front_end.prepare("x", ENDLESS, RequestOptions(request_id="mine"))
         stream = front_end.stream(job)
         await anext(stream)
         shell.handle(LoseReplica(R0, LIFE, "gone"))
-        with pytest.raises(RequestFailedError, match="request mine failed: gone"):
+        with pytest.raises(NoReplicaError, match="r0 is lost: gone"):
             await read_to_the_end(stream)
 
     run(shell, test)
 
 
 def test_a_request_after_the_last_replica_is_lost_is_refused_with_the_reason(
-    shell: CountingShell,
+    mortal: CountingShell,
 ) -> None:
+    shell = mortal
+
     async def test(front_end: FrontEnd) -> None:
         shell.handle(LoseReplica(R0, LIFE, "burnt"))
         (output,) = await front_end.complete([front_end.prepare("x", GREEDY)])
@@ -211,7 +257,9 @@ def test_a_poll_that_breaks_in_an_unforeseen_way_ends_its_requests_and_no_later_
     async def test(front_end: FrontEnd) -> None:
         shell.poll_error = OSError("cable cut")
         (output,) = await front_end.complete([front_end.prepare("x", GREEDY)])
-        assert output.error == "its poll failed (OSError: cable cut)"
+        assert output.error is not None
+        assert "3 replicas in a row died" in output.error
+        assert output.error.count("its poll failed (OSError: cable cut)") == 3
         shell.poll_error = None
         await until_nothing_is_held(front_end)
         (output,) = await front_end.complete([front_end.prepare("x", GREEDY)])
@@ -227,7 +275,7 @@ def test_requests_go_on_where_the_controller_cannot_be_watched(
         shell.watch_error = DeploymentError("default", "its controller is gone")
         (output,) = await front_end.complete([front_end.prepare("x", GREEDY)])
         assert output.token_ids == tuple(oracle(b"x", 8))
-        assert shell.num_watches == 1
+        assert shell.num_watches > 0
 
     run(shell, test)
     assert "its controller is gone" in caplog.text
@@ -289,19 +337,19 @@ def test_a_reader_that_goes_before_its_request_is_placed_leaves_nothing() -> Non
     asyncio.run(test())
 
 
-def test_a_consumer_whose_lease_ran_out_is_told_so() -> None:
+def test_a_consumer_whose_lease_ran_out_goes_on_when_it_is_back() -> None:
     timeouts = TimeoutConfig(consumer_lease_s=0.2, poll_timeout_s=0.1)
 
     async def test() -> None:
         shell = SlowSubmission(CONFIG.model_copy(update={"timeouts": timeouts}))
         front_end = FrontEnd(shell, ByteTokenizer(1000))
-        running = asyncio.create_task(front_end.complete([front_end.prepare("x", ENDLESS)]))
+        long = dataclasses.replace(GREEDY, max_tokens=400)
+        running = asyncio.create_task(front_end.complete([front_end.prepare("x", long)]))
         await shell.placed.wait()
         await asyncio.sleep(1.0)  # Longer than the lease and a tick of the replica.
         shell.go_on.set()
         (output,) = await running
-        assert output.finish_reason is FinishReason.ERROR
-        assert output.error is not None
+        assert output.token_ids == tuple(oracle(b"x", 400))
         await front_end.close()
         shell.shutdown()
 

@@ -9,10 +9,10 @@ import numpy as np
 from rayserve_paged.core import invariants
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import BatchConfig
-from rayserve_paged.core.consumer import StreamUpdate
 from rayserve_paged.core.event_log import LogEntry, to_line
 from rayserve_paged.core.ids import BlockKey, ReplicaId, RequestId
 from rayserve_paged.core.request import FinishReason, ModelLimits
+from rayserve_paged.core.stream_update import StreamUpdate
 from rayserve_paged.sim.cluster import Cluster, ClusterSpec
 from rayserve_paged.sim.cost_model import RooflineCost
 from rayserve_paged.sim.hardware import GPUS, MODEL_SHAPES

@@ -46,7 +46,7 @@ def test_a_cancel_ends_its_stream_within_a_step_and_frees_its_blocks() -> None:
     assert host.replica.kv.pool.num_held == 0
 
 
-def test_the_requests_of_a_lost_replica_fail_and_later_ones_go_elsewhere() -> None:
+def test_the_requests_of_a_lost_replica_go_on_elsewhere_and_so_do_later_ones() -> None:
     cluster = Cluster(make_spec(num_blocks=400))
     requests = make_workload(4, num_requests=40, gap_s=0.02)
     lost_s = requests[20].arrival_s + 0.001
@@ -55,16 +55,11 @@ def test_the_requests_of_a_lost_replica_fail_and_later_ones_go_elsewhere() -> No
     report = cluster.run(requests)
     columns = report.requests
     assert sorted(columns.number.tolist()) == list(range(40))
-    failed = columns.finish == FINISHES.index(FinishReason.ERROR)
-    assert 0 < failed.sum() < 21
-    assert (columns.replica[failed] == 0).all()
-    assert (columns.end_s[failed] >= lost_s).all()
-    assert (columns.end_s[failed] <= lost_s + 0.01).all()
-    assert set(report.errors) == set(columns.number[failed].tolist())
-    assert all("a rank is silent" in error for error in report.errors.values())
-    later = columns.arrival_s > lost_s
+    assert report.errors == {}
+    assert (columns.finish == FINISHES.index(FinishReason.LENGTH)).all()
+    later = columns.end_s > lost_s + 0.01
+    assert 20 < later.sum() < 40
     assert (columns.replica[later] == 1).all()
-    assert (columns.finish[~failed] == FINISHES.index(FinishReason.LENGTH)).all()
     assert set(cluster.controller.controller.replicas) == {R1}
 
 
