@@ -52,8 +52,14 @@ def _with_axes(experiment: Experiment, cell: Cell, table: pl.DataFrame) -> pl.Da
     for axis in experiment.axes:
         label = cell.labels[axis.name]
         (value,) = (value for value in axis.values if value.label == label)
-        held = value.number if axis.is_numeric else label
-        columns.append(pl.lit(held).alias(axis.name))
+        numbers = [each.number for each in axis.values]
+        if not axis.is_numeric:
+            column = pl.lit(label)
+        elif all(isinstance(number, int) for number in numbers):
+            column = pl.lit(value.number, pl.Int64)
+        else:
+            column = pl.lit(value.number, pl.Float64)
+        columns.append(column.alias(axis.name))
     columns.append(pl.lit(cell.seed, pl.Int64).alias("seed"))
     names = [column.meta.output_name() for column in columns]
     return table.with_columns(columns).select(*names, pl.exclude(names))

@@ -12,8 +12,8 @@ from small_experiment import write
 
 from rayserve_paged.experiments.matrix import read_experiment
 from rayserve_paged.experiments.outcome import Outcome, gather
-from rayserve_paged.experiments.report.figures import TOKENS, TTFT_P99, FigureBuilder
-from rayserve_paged.experiments.report.layout import Layout, lay_out
+from rayserve_paged.experiments.report.figures import KEPT, TOKENS, TTFT_P99, FigureBuilder
+from rayserve_paged.experiments.report.layout import Layout, Place, lay_out
 from rayserve_paged.experiments.report.page import report_page
 from rayserve_paged.experiments.report.wording import finding, kept_finding, seconds
 
@@ -212,7 +212,10 @@ def test_a_finding_names_the_best_and_the_worst_where_they_differ_most(outcome: 
         ),
         TOKENS,
     )
-    assert told == f"Throughput at {low}: 400 with prefix-aware, 100 with round-robin"
+    assert (
+        told
+        == f"Throughput at {low}: 400 tokens/s with prefix-aware, 100 tokens/s with round-robin"
+    )
 
 
 def test_a_finding_says_when_there_is_none(outcome: Outcome) -> None:
@@ -225,8 +228,6 @@ def test_a_finding_says_when_there_is_none(outcome: Outcome) -> None:
 
 
 def test_how_far_the_objective_is_kept_is_told_by_load(outcome: Outcome) -> None:
-    from rayserve_paged.experiments.report.figures import KEPT
-
     layout = lay_out(outcome)
     low, high = (place.text for place in layout.places)
     kept = {(0, "1"): 0.95, (1, "1"): 1.0, (0, "0.25"): 0.5, (1, "0.25"): 0.9}
@@ -238,6 +239,45 @@ def test_how_far_the_objective_is_kept_is_told_by_load(outcome: Outcome) -> None
     assert kept_finding(altered(layout, "slo_share", kept), KEPT) == (
         "90% of the requests keep the objective at no load with round-robin and prefix-aware"
     )
+
+
+def test_along_any_other_x_each_line_is_compared_with_itself(outcome: Outcome) -> None:
+    layout = dataclasses.replace(lay_out(outcome), is_load=False, x_title="block size")
+    low, high = (place.text for place in layout.places)
+    values = {(0, "1"): 3, (1, "1"): 1, (0, "0.25"): 2, (1, "0.25"): 8}
+    told = finding(altered(layout, "ttft_s_p99", values), TTFT_P99)
+    assert told == f"P99 time to first token with prefix-aware: 1 s at {low}, 8 s at {high}"
+    alike = altered(layout, "ttft_s_p99", dict.fromkeys(layout.points, 0.5))
+    assert "hardly depends on the block size: 500 ms" in finding(alike, TTFT_P99)
+
+
+@pytest.mark.parametrize(
+    ("kept", "text"),
+    [
+        ((0.1, 0.1, 0.1, 0.1), "nowhere"),
+        ((1.0, 1.0, 1.0, 1.0), "everywhere"),
+        ((1.0, 0.9, 0.1, 0.1), "up to b"),
+        ((0.1, 0.1, 1.0, 1.0), "from c on"),
+        ((0.1, 1.0, 1.0, 0.1), "from b to c"),
+        ((1.0, 0.1, 1.0, 0.1), "at a and c"),
+    ],
+)
+def test_where_the_objective_is_kept_is_said_as_it_is(
+    outcome: Outcome, kept: tuple[float, ...], text: str
+) -> None:
+    places = tuple(Place(name, float(index), name) for index, name in enumerate("abcd"))
+    layout = lay_out(outcome)
+    some = next(iter(layout.points.values()))
+    alone = dataclasses.replace(
+        layout,
+        is_load=False,
+        places=places,
+        series=layout.series[:1],
+        points=dict.fromkeys([(0, place.label) for place in places], some),
+    )
+    values = {(0, place.label): value for place, value in zip(places, kept, strict=True)}
+    told = kept_finding(altered(alone, "slo_share", values), KEPT)
+    assert told == f"90% of the requests keep the objective {text} with round-robin"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from rayserve_paged.experiments.report.wording import (
     finding,
     kept_finding,
     percent,
+    requests_rate,
     seconds,
+    tokens_rate,
     value_of,
 )
 from rayserve_paged.experiments.timeline import timeline, tokens_by_replica
@@ -36,9 +38,11 @@ TTFT_P50: Final = Measure("ttft_s_p50", "Median time to first token", "s", secon
 TTFT_P99: Final = Measure("ttft_s_p99", "P99 time to first token", "s", seconds, "low")
 ITL_P50: Final = Measure("itl_s_p50", "Median time between tokens", "ms", seconds, "low", 1000)
 ITL_P99: Final = Measure("itl_s_p99", "P99 time between tokens", "ms", seconds, "low", 1000)
-TOKENS: Final = Measure("output_tokens_per_s", "Throughput", "output tokens/s", count, "high")
-REQUESTS: Final = Measure("requests_per_s", "Requests finished", "requests/s", count, "high")
-GOODPUT: Final = Measure("goodput_requests_per_s", "Goodput", "requests/s", count, "high")
+TOKENS: Final = Measure("output_tokens_per_s", "Throughput", "output tokens/s", tokens_rate, "high")
+REQUESTS: Final = Measure(
+    "requests_per_s", "Requests finished", "requests/s", requests_rate, "high"
+)
+GOODPUT: Final = Measure("goodput_requests_per_s", "Goodput", "requests/s", requests_rate, "high")
 KEPT: Final = Measure("slo_share", "Requests that keep it", "%", percent, "high", 100)
 HITS: Final = Measure("hit_rate", "Prompt tokens found in cache", "%", percent, "high", 100)
 PREEMPTIONS: Final = Measure("num_preemptions", "Preemptions", "", count, "low")
@@ -355,7 +359,9 @@ class FigureBuilder:
                 mean = float(tokens.mean())
                 rows.append((series, tokens / mean if mean else tokens))
             description = f"Work of each replica over the mean{self._at(place)}."
-            x = Scale(title="tokens served, 1 is the mean", bounds=(0, None), limit=1.0)
+            shares = np.concatenate([values for _series, values in rows])
+            bounds = min(0.5, 0.95 * float(shares.min())), max(1.5, 1.05 * float(shares.max()))
+            x = Scale(title="tokens served, 1 is the mean", bounds=bounds, limit=1.0)
             panels.append(
                 (self._caption("each dot a replica", place), strip_panel(rows, x, description))
             )

@@ -18,12 +18,18 @@ _WORDS: Final = {
     "batch.max_pending_tokens": "pending tokens limit",
     "batch.policy": "waiting policy",
     "cache.block_size": "block size",
-    "cache.num_blocks": "blocks",
     "parallel.num_replicas": "replicas",
     "parallel.tensor_parallel_size": "ranks of a replica",
     "simulation.gpu": "GPU",
     "simulation.model_shape": "model",
 }
+
+_COUNTED: Final = {
+    "parallel.num_replicas": ("replica", "replicas"),
+    "parallel.tensor_parallel_size": ("rank a replica", "ranks a replica"),
+    "cache.num_blocks": ("block", "blocks"),
+}
+"""Axes that count something: singular and plural."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,9 +128,12 @@ def _series_label(axes: list[Axis], point: Point) -> str:
     labels = []
     for axis in axes:
         label = point.labels[axis.name]
-        # A bare number or "none" says nothing.
-        is_bare = axis.is_numeric or label in ("none", "true", "false")
-        labels.append(f"{words_of(axis.name)} {label}" if is_bare else label)
+        (number,) = (value.number for value in axis.values if value.label == label)
+        if number is not None:
+            label = _text_of(axis.name, number)
+        elif label in ("none", "true", "false"):
+            label = f"{words_of(axis.name)} {label}"
+        labels.append(label)
     return " · ".join(labels)
 
 
@@ -135,11 +144,17 @@ def _places(x: Axis, points: list[Point]) -> list[Place]:
             position = _offered(x, value.label, points)
             text = f"{position:.3g} requests/s"
         elif value.number is not None and x.is_numeric:
-            position, text = float(value.number), f"{words_of(x.name)} {value.number:,g}"
+            position, text = float(value.number), _text_of(x.name, value.number)
         else:
             position, text = float(index), value.label
         places.append(Place(value.label, position, text))
     return sorted(places, key=lambda place: place.position)
+
+
+def _text_of(axis: str, number: float) -> str:
+    if axis in _COUNTED:
+        return f"{number:,g} {_COUNTED[axis][number != 1]}"
+    return f"{words_of(axis)} {number:,g}"
 
 
 def _offered(x: Axis, label: str, points: list[Point]) -> float:

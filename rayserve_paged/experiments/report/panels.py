@@ -239,12 +239,12 @@ def _finish(axes: Axes, x: Scale, y: Scale) -> None:
     axes.set_xlabel(x.title)
     axes.set_xlim(*x.bounds)
     axes.set_ylim(*y.bounds)
-    for axis, scale in ((axes.xaxis, x), (axes.yaxis, y)):
+    for axis, scale, num_labels in ((axes.xaxis, x, 6), (axes.yaxis, y, 8)):
         if scale.ticks is not None:
             axis.set_ticks(list(scale.ticks[0]), list(scale.ticks[1]))
             axis.minorticks_off()
         elif scale.is_log:
-            _ticks_of_log(axis)
+            _ticks_of_log(axis, num_labels)
             axis.set_major_formatter(FuncFormatter(_tick_seconds if scale.is_seconds else _tick))
         else:
             axis.set_major_locator(MaxNLocator(5))
@@ -267,12 +267,15 @@ def _draw_limits(axes: Axes, x: Scale, y: Scale) -> None:
         axes.text(0.01, y.limit, y.limit_label, transform=axes.get_yaxis_transform(), **style)
 
 
-def _ticks_of_log(axis: Axis) -> None:
-    """Label enough of a logarithmic axis to read it."""
+def _ticks_of_log(axis: Axis, num_labels: int) -> None:
+    """Label as much of a logarithmic axis as there is room for."""
     low, high = sorted(axis.get_view_interval())
-    decades = np.log10(high / low) if low > 0 else 1.0
-    subs = (1.0, 2.0, 5.0) if decades < 2.5 else (1.0, 3.0) if decades < 4 else (1.0,)
-    axis.set_major_locator(LogLocator(subs=subs, numticks=10))
+    for subs in ((1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
+        locator = LogLocator(subs=subs, numticks=20)
+        num_ticks = sum(low <= tick <= high for tick in locator.tick_values(low, high))
+        if num_ticks <= num_labels:
+            break
+    axis.set_major_locator(locator)
     axis.set_minor_locator(NullLocator())
 
 

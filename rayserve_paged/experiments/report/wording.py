@@ -27,6 +27,16 @@ def count(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else _short(value)
 
 
+def tokens_rate(value: float) -> str:
+    """Return "1,234 tokens/s"."""
+    return f"{count(value)} tokens/s"
+
+
+def requests_rate(value: float) -> str:
+    """Return "12 requests/s"."""
+    return f"{count(value)} requests/s"
+
+
 def percent(value: float) -> str:
     """Return "63%" of a share."""
     share = 100 * value
@@ -64,87 +74,90 @@ def value_of(layout: Layout, measure: Measure, series: Series, place: Place) -> 
     return None if spread is None else spread[0]
 
 
-_Value = tuple[float, Series]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compared:
+    """Values of a measure that a sentence may set against each other.
+
+    Args:
+        context: What they have in common, such as " at 12 requests/s".
+        values: At least two, ascending, and what each is of.
+    """
+
+    context: str
+    values: Sequence[tuple[float, str]]
+
+    @property
+    def ratio(self) -> float:
+        """The most over the least."""
+        low, high = self.values[0][0], self.values[-1][0]
+        if low == high:
+            return 1.0
+        return high / low if low > 0 else math.inf
 
 
 def finding(layout: Layout, measure: Measure) -> str:
-    """Return a sentence: how a measure differs between the lines, or along the only one."""
-    num_series, num_places = len(layout.series), len(layout.places)
-    if num_series > 1:
-        return _between_series(layout, measure)
-    if num_places > 1:
-        return _along_x(layout, measure)
-    value = value_of(layout, measure, layout.series[0], layout.places[0])
-    return f"{measure.title}: {ABSENT if value is None else measure.form(value)}"
+    """Return a sentence: what a measure is at its best and at its worst.
 
-
-def _between_series(layout: Layout, measure: Measure) -> str:
-    """Name the best and the worst where they differ most."""
-    widest: tuple[Place, _Value, _Value] | None = None
-    for each in layout.places:
-        ends = _ends(layout, measure, each)
-        if ends is None:
-            continue
-        least, most = ends
-        if widest is None or _ratio(least[0], most[0]) > _ratio(widest[1][0], widest[2][0]):
-            widest = each, least, most
-    if widest is None:
-        return f"{measure.title}: no values to compare"
-    place, low, high = widest
-    at = f" at {place.text}" if place.text else ""
-    if _ratio(low[0], high[0]) < _ALIKE:
-        return (
-            f"{measure.title} hardly depends on the variant: {_range(measure, low[0], high[0])}{at}"
-        )
+    Under the same load the lines are compared, where there are several. Along any other x, what
+    the lines are is a circumstance, and each is compared with itself.
+    """
+    by_series = len(layout.series) > 1 and (layout.is_load or len(layout.places) == 1)
+    compared = _by_series(layout, measure) if by_series else _by_place(layout, measure)
+    if not compared:
+        return _alone(layout, measure)
+    widest = max(compared, key=lambda each: each.ratio)
+    low, high = widest.values[0], widest.values[-1]
+    if widest.ratio < _ALIKE:
+        cause = "variant" if by_series else layout.x_title.partition(",")[0]
+        span = _range(measure, low[0], high[0])
+        return f"{measure.title} hardly depends on the {cause}: {span}{widest.context}"
     first, second = (high, low) if measure.better == "high" else (low, high)
     return (
-        f"{measure.title}{at}: {measure.form(first[0])} with {first[1].label}, "
-        f"{measure.form(second[0])} with {second[1].label}"
+        f"{measure.title}{widest.context}: {measure.form(first[0])} {first[1]}, "
+        f"{measure.form(second[0])} {second[1]}"
     )
 
 
-def _ends(layout: Layout, measure: Measure, place: Place) -> tuple[_Value, _Value] | None:
-    """Return the least and the most at a place; None with fewer than two values."""
-    found = [
-        (value, series)
+def _alone(layout: Layout, measure: Measure) -> str:
+    known = [
+        value
         for series in layout.series
-        if (value := value_of(layout, measure, series, place)) is not None
-    ]
-    if len(found) < 2:
-        return None
-    found.sort(key=lambda each: (each[0], each[1].index))
-    return found[0], found[-1]
-
-
-def _along_x(layout: Layout, measure: Measure) -> str:
-    (series,) = layout.series
-    found = [
-        (value, place)
         for place in layout.places
         if (value := value_of(layout, measure, series, place)) is not None
     ]
-    if len(found) < 2:
-        return f"{measure.title}: no values to compare"
-    values = [value for value, _place in found]
-    if _ratio(min(values), max(values)) < _ALIKE:
-        return f"{measure.title} is much the same: {_range(measure, min(values), max(values))}"
-    (first, begin), (last, end) = found[0], found[-1]
-    best = max(found, key=lambda each: each[0] if measure.better == "high" else -each[0])
-    is_inside = best[1] not in (begin, end)
-    if (is_inside and measure.better is not None) or layout.is_categorical:
-        word = "highest" if measure.better == "high" else "lowest"
-        return f"{measure.title} is {word} with {best[1].text}: {measure.form(best[0])}"
-    verb = "rises" if last > first else "falls"
-    return (
-        f"{measure.title} {verb} from {measure.form(first)} at {begin.text} "
-        f"to {measure.form(last)} at {end.text}"
-    )
+    if len(known) == 1:
+        return f"{measure.title}: {measure.form(known[0])}"
+    return f"{measure.title}: no values to compare"
 
 
-def _ratio(low: float, high: float) -> float:
-    if low == high:
-        return 1.0
-    return high / low if low > 0 else math.inf
+def _by_series(layout: Layout, measure: Measure) -> list[_Compared]:
+    """Compare the lines at each place."""
+    compared = []
+    for place in layout.places:
+        values = [
+            (value, f"with {series.label}")
+            for series in layout.series
+            if (value := value_of(layout, measure, series, place)) is not None
+        ]
+        if len(values) > 1:
+            context = f" at {place.text}" if place.text else ""
+            compared.append(_Compared(context, sorted(values, key=lambda each: each[0])))
+    return compared
+
+
+def _by_place(layout: Layout, measure: Measure) -> list[_Compared]:
+    """Compare the places of each line."""
+    compared = []
+    for series in layout.series:
+        values = [
+            (value, f"{'with' if layout.is_categorical else 'at'} {place.text}")
+            for place in layout.places
+            if (value := value_of(layout, measure, series, place)) is not None
+        ]
+        if len(values) > 1:
+            context = f" with {series.label}" if series.label else ""
+            compared.append(_Compared(context, sorted(values, key=lambda each: each[0])))
+    return compared
 
 
 def _range(measure: Measure, low: float, high: float) -> str:
@@ -155,32 +168,38 @@ def _range(measure: Measure, low: float, high: float) -> str:
 KEPT: Final = 0.9
 """Share of the requests that keep the objective where it is called kept."""
 
-_NOWHERE: Final = -(10**9)
-
 
 def kept_finding(layout: Layout, measure: Measure) -> str:
-    """Return how far along x the objective is kept, by series."""
+    """Return where along x the objective is kept, by series."""
     if len(layout.places) < 2 or layout.is_categorical:
         return finding(layout, measure)
-    reach: dict[int, list[str]] = {}
+    reach: dict[tuple[int, ...], list[str]] = {}
     for series in layout.series:
-        kept = [
-            index
-            for index, place in enumerate(layout.places)
-            if (value_of(layout, measure, series, place) or 0.0) >= KEPT
-        ]
-        end = (kept[-1] if layout.is_load else -kept[0]) if kept else _NOWHERE
-        reach.setdefault(end, []).append(series.label)
+        values = (value_of(layout, measure, series, place) for place in layout.places)
+        kept = tuple(index for index, value in enumerate(values) if (value or 0.0) >= KEPT)
+        reach.setdefault(kept, []).append(series.label)
     parts = []
-    for end in sorted(reach, reverse=True):
-        place = layout.places[abs(end)].text if end != _NOWHERE else ""
-        if layout.is_load:
-            where = f"up to {place}" if place else "at no load"
-        else:
-            where = f"from {place} on" if place else "nowhere"
-        names = _listed(reach[end])
+    for kept in sorted(reach, key=len, reverse=True):
+        names = _listed(reach[kept])
+        where = _where(layout, kept)
         parts.append(f"{where} with {names}" if names else where)
     return f"{percent(KEPT)} of the requests keep the objective {', '.join(parts)}"
+
+
+def _where(layout: Layout, kept: Sequence[int]) -> str:
+    """Return a phrase for some places along x, of which there are several."""
+    texts, last = [layout.places[index].text for index in kept], len(layout.places) - 1
+    if not kept:
+        return "at no load" if layout.is_load else "nowhere"
+    if kept[-1] - kept[0] >= len(kept):
+        return f"at {_listed(texts)}"
+    if layout.is_load and kept[0] == 0:
+        return f"up to {texts[-1]}"
+    if len(kept) == last + 1:
+        return "everywhere"
+    if kept[0] == 0:
+        return f"up to {texts[-1]}"
+    return f"from {texts[0]} on" if kept[-1] == last else f"from {texts[0]} to {texts[-1]}"
 
 
 def _listed(names: Sequence[str]) -> str:
