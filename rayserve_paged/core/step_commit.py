@@ -260,20 +260,22 @@ class StepCommit:
         batch = self._batch
         row = int(self._flight.sampled[first])
         leader = batch.sequence(row)
-        num_siblings, leader.num_unborn = leader.num_unborn + 1, 0
-        batch.num_reserved_rows -= num_siblings - 1
+        batch.num_reserved_rows -= leader.num_unborn
+        leader.num_unborn = 0
         batch.num_unborn[row] = 0
         batch.held_back[row] = False
         batch.mark_forked(row)
         withdrawn, leader.withdrawn = leader.withdrawn, frozenset()
-        for sibling in range(1, num_siblings):
+        siblings = self._flight.plan.sample_siblings
+        num_drawn = int((self._flight.sampled == row).sum())
+        for index in range(first + 1, first + num_drawn):
+            sibling = int(siblings[index])
             if sibling in withdrawn:
                 continue
             child = leader.fork(sibling, batch.kv.fork(leader.table))
             child_row = batch.enter(child, int(batch.computed[row]))
             batch.mark_forked(child_row)
             self._committed.born.append(child)
-            index = first + sibling
             batch.append(np.array([child_row]), token_ids[index : index + 1])
             self._tell(child, int(token_ids[index]), index)
         finish = leader.finish_reason(leader.tokens[-1])

@@ -91,7 +91,8 @@ class StepPlan:
         late: int32 [num_late], indices into `token_ids` of tokens that were not known when the
             plan was made: each is what its row sampled in the plan before.
         sample_indices: int32 [num_samples], indices into `rows`, ascending: rows whose last
-            token yields new ones. A row that is about to be forked is named once per sibling.
+            token yields new ones. A row that is about to be forked is named once for itself, and
+            once for each sibling that is to be born.
         sample_siblings: int32 [num_samples], for which sibling each sample is drawn.
         num_steps: Steps to run, at least 1.
         scored: Prompt tokens whose log-probabilities are wanted; None for none.

@@ -309,9 +309,19 @@ class StepPlanner:
         batch.held_back[sampled[unborn > 0]] = True
         counts = unborn + 1
         firsts = np.cumsum(counts) - counts
-        spread = np.arange(int(counts.sum())) - np.repeat(firsts - siblings, counts)
-        forks = firsts[unborn > 0].tolist()
-        return np.repeat(indices, counts), spread.astype(np.int32), forks
+        places = np.arange(int(counts.sum())) - np.repeat(firsts - siblings, counts)
+        indices, siblings = np.repeat(indices, counts), places.astype(np.int32)
+        forks = firsts[unborn > 0]
+        never_born = [
+            first + sibling
+            for first, row in zip(forks.tolist(), sampled[unborn > 0].tolist(), strict=True)
+            for sibling in batch.sequence(row).withdrawn
+            if sibling  # The first is there already, and computes the prompt.
+        ]
+        if never_born:
+            indices, siblings = np.delete(indices, never_born), np.delete(siblings, never_born)
+            forks = forks - np.searchsorted(np.sort(never_born), forks)
+        return indices, siblings, forks.tolist()
 
     # --- blocks ---------------------------------------------------------------------------
 

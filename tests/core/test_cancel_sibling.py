@@ -76,6 +76,14 @@ def test_samples_that_are_not_born_never_are_and_the_others_go_on(
         cancel(driver, request, sibling)
         cancel(driver, request, sibling)
     assert len(driver.replica.sequences) == (2 if when == "waiting" else 1)
+    if when == "in the prefill":
+        driver.step()
+    if when != "waiting":
+        # The first computes the prompt, whoever wants it; of the others only those are drawn that
+        # were still wanted when the step was planned.
+        assert driver.plan is not None
+        left = set(range(4)) - (set() if when == "in the step that forks" else set(cancelled))
+        assert set(driver.plan.sample_siblings.tolist()) == {0} | left
     most = 0
     while driver.step():
         most = max(most, driver.replica.batcher.num_running)
