@@ -10,7 +10,7 @@ from rayserve_paged.core import policy
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockId, StepId
-from rayserve_paged.core.kv_manager import Prefix
+from rayserve_paged.core.prefix_match import Prefix
 from rayserve_paged.core.running_batch import RunningBatch
 from rayserve_paged.core.sequence import SequenceState
 from rayserve_paged.core.waiting_queue import WaitingQueue

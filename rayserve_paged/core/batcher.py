@@ -16,7 +16,8 @@ from rayserve_paged.core import preemption
 from rayserve_paged.core.admission import Admission, Candidate
 from rayserve_paged.core.beam_commit import end_beams, preempt_beams, reserve_rows
 from rayserve_paged.core.ids import BlockId, Row
-from rayserve_paged.core.kv_manager import KVManager, Prefix
+from rayserve_paged.core.kv_manager import KVManager
+from rayserve_paged.core.prefix_match import Prefix
 from rayserve_paged.core.prefix_wait import PrefixWaits
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.running_batch import RunningBatch

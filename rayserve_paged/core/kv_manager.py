@@ -8,43 +8,21 @@ is allocated.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from rayserve_paged.core.attention_window import (
-    ONE_FULL_GROUP,
-    AttentionWindow,
-    group_key,
-    longest_hit,
-)
+from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow, group_key
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.block_retention import BlockRetention
 from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.ids import BlockId, BlockKey
 from rayserve_paged.core.partial_index import BlockContent, PartialIndex
 from rayserve_paged.core.prefix_index import PrefixIndex
+from rayserve_paged.core.prefix_match import (
+    PartialPrefix,
+    Prefix,
+    content_of_group,
+    match_blocks,
+    match_slots,
+)
 from rayserve_paged.core.retention import RetentionPlan
-
-
-class PartialPrefix(NamedTuple):
-    """Leading slots of cached blocks, to be copied into the next block of a sequence.
-
-    Args:
-        block_ids: One of each layer group; they are not to be written.
-        num_tokens: Slots that serve, in each of them.
-    """
-
-    block_ids: tuple[BlockId, ...]
-    num_tokens: int
-
-
-class Prefix(NamedTuple):
-    """What a sequence starts on.
-
-    Args:
-        places: Cached blocks that it shares, as `KVManager.match` returns them.
-        partial: Slots behind them that it copies.
-    """
-
-    places: list[BlockId | None]
-    partial: PartialPrefix | None
 
 
 class _Duplicate(NamedTuple):
@@ -129,24 +107,7 @@ class KVManager:
             the prefix reads it.
         """
         limit = min(max(0, num_tokens - 1) // self.block_size, len(keys))
-        if len(windows) == 1 and windows[0].size is None:
-            return [*self.index.match(keys[:limit])]
-        found = [
-            [self.index.block_of(group_key(key, group)) for key in keys[:limit]]
-            for group in range(len(windows))
-        ]
-        present = [[block_id is not None for block_id in blocks] for blocks in found]
-        num_places, before = limit, -1
-        while num_places != before:
-            # The longest that one group has may be too long for another, or have a hole there.
-            before = num_places
-            for group, window in enumerate(windows):
-                num_places = longest_hit(present[group], window, self.block_size, num_places)
-        for blocks, window in zip(found, windows, strict=True):
-            first = window.num_sink_blocks(self.block_size)
-            unread = window.num_unread_blocks(num_places * self.block_size, self.block_size)
-            blocks[first : first + unread] = [None] * unread
-        return [blocks[place] for place in range(num_places) for blocks in found]
+        return match_blocks(self.index, keys[:limit], windows, self.block_size)
 
     def match_partly(self, content: BlockContent) -> PartialPrefix | None:
         """Return the blocks of which most leading slots serve a sequence; changes nothing.
@@ -159,15 +120,7 @@ class KVManager:
         """
         if self.partials is None:
             return None
-        block_ids: list[BlockId] = []
-        num_tokens = self.block_size
-        for group in range(self.num_layer_groups):
-            found = self.partials.find(_content_of_group(content, group))
-            if found is None:
-                return None
-            block_ids.append(found.block_id)
-            num_tokens = min(num_tokens, found.num_tokens)
-        return PartialPrefix(tuple(block_ids), num_tokens)
+        return match_slots(self.partials, content, self.num_layer_groups)
 
     def num_tokens_of(self, prefix: Prefix) -> int:
         """Return how many tokens of a cached prefix need not be computed."""
@@ -306,7 +259,7 @@ class KVManager:
         """
         if layer_group:
             key = group_key(key, layer_group)
-            content = None if content is None else _content_of_group(content, layer_group)
+            content = None if content is None else content_of_group(content, layer_group)
         if not self.index.publish(key, block_id):
             self._duplicates[block_id] = _Duplicate(key, content)
             return False
@@ -345,7 +298,7 @@ class KVManager:
         # One that others hold is written by them, or belongs to them to freeze.
         if self.partials is None or self.pool.count(block_id) > 1:
             return
-        covered = self.partials.add(block_id, _content_of_group(content, layer_group))
+        covered = self.partials.add(block_id, content_of_group(content, layer_group))
         if covered != block_id:
             self.pool.freeze(block_id)
             self._thaw(covered)
@@ -425,8 +378,3 @@ class KVManager:
         if retention is None:
             # Whoever computed a block that is published elsewhere shares it as of now.
             self.retention.use(block_ids)
-
-
-def _content_of_group(content: BlockContent, layer_group: int) -> BlockContent:
-    """Return what a block of one layer group holds where the first group's holds this."""
-    return BlockContent(group_key(content.parent, layer_group), content.token_ids)
