@@ -13,6 +13,7 @@ import typer
 from rayserve_paged import __version__
 from rayserve_paged.commands.analyze import analyze
 from rayserve_paged.commands.bench import bench
+from rayserve_paged.commands.chaos import chaos
 from rayserve_paged.commands.demo import demo
 from rayserve_paged.commands.down import down
 from rayserve_paged.commands.experiment import experiment
@@ -55,6 +56,7 @@ app.command()(simulate)
 app.command()(replay)
 app.command()(profile)
 app.command()(experiment)
+app.command()(chaos)
 
 
 def main() -> None:

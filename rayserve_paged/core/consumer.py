@@ -266,12 +266,20 @@ class Consumer:
         """Return the replicas that have let so many polls pass that they count as lost."""
         return self._polls.silent(now)
 
-    def deliver(self, delivery: Delivery, now: float) -> list[StreamUpdate]:
-        """Accept a delivery: each token once, whatever was delivered twice."""
+    def deliver(
+        self, delivery: Delivery, now: float, poll_id: int | None = None
+    ) -> list[StreamUpdate]:
+        """Accept a delivery: each token once, whatever was delivered twice.
+
+        Args:
+            delivery: What has come.
+            now: In seconds.
+            poll_id: The poll that it answers; None for the latest.
+        """
         source = (delivery.replica_id, delivery.incarnation)
         if source in self._lost:
             return []
-        self._polls.answer(source, delivery.sequence, now)
+        self._polls.answer(source, delivery.sequence, now, poll_id)
         updates = []
         for name, news in take_in(delivery, functools.partial(self._find, source)).items():
             updates += self._accept(name, news, delivery.replica_id, now)

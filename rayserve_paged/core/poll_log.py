@@ -20,8 +20,9 @@ class PollLog:
         self.num_polls = 0
         self._answer_s = poll_timeout_s + ANSWER_SLACK_S
         self._acks: dict[Source, int] = {}
-        # When each was polled, while that was not answered; and when it last answered.
-        self._polled: dict[Source, float] = {}
+        # The latest poll of each and when it was sent, while that was not answered; and when the
+        # source last answered any.
+        self._polled: dict[Source, tuple[int, float]] = {}
         self._heard: dict[Source, float] = {}
         # What each delivered that was not accepted from there.
         self._unwanted: dict[Source, dict[tuple[RequestId, Attempt], None]] = {}
@@ -29,13 +30,17 @@ class PollLog:
     def poll(self, source: Source, now: float) -> tuple[int, tuple[tuple[RequestId, Attempt], ...]]:
         """Note a poll; return the acknowledgement, and the attempts that are not wanted."""
         self.num_polls += 1
-        self._polled[source] = now
+        self._polled[source] = (self.num_polls, now)
         self._heard.setdefault(source, now)
         return self._acks.get(source, 0), tuple(self._unwanted.pop(source, ()))
 
-    def answer(self, source: Source, sequence: int, now: float) -> None:
-        """Note a delivery."""
-        self._polled.pop(source, None)
+    def answer(self, source: Source, sequence: int, now: float, poll_id: int | None) -> None:
+        """Note a delivery that answers a poll; None for the latest.
+
+        That an older one is answered, or once more, does not say that the latest will be.
+        """
+        if poll_id is None or (source in self._polled and self._polled[source][0] == poll_id):
+            self._polled.pop(source, None)
         self._heard[source] = now
         self._acks[source] = max(self._acks.get(source, 0), sequence)
 
@@ -45,7 +50,7 @@ class PollLog:
 
     def overdue(self, now: float) -> list[Source]:
         """Return the sources whose poll must have been lost."""
-        return [source for source, at in self._polled.items() if now - at >= self._answer_s]
+        return [s for s, (_id, at) in self._polled.items() if now - at >= self._answer_s]
 
     def silent(self, now: float) -> list[Source]:
         """Return the sources that have let too many polls pass."""

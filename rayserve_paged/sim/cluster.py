@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -41,16 +41,21 @@ from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.sim.consumer_host import ConsumerHost, Watch
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
+from rayserve_paged.sim.executor import Ranks
+from rayserve_paged.sim.faults import FaultPlan, KillController, KillReplica
+from rayserve_paged.sim.faulty_network import FaultyNetwork
 from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.hosts import ControllerHost, ReplicaHost
 from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.network import Network, NetworkSpec, NodeId
 from rayserve_paged.sim.report import LoadLog, ReplicaColumns, RequestLog, SimReport, Totals
 from rayserve_paged.sim.requests import SimRequest
+from rayserve_paged.sim.slow_replicas import slowed
 
 _TIMEOUTS = TimeoutConfig()
 _NETWORK = NetworkSpec()
 _RECOVERY = RecoveryConfig()
+_NO_FAULTS = FaultPlan()
 _FIRST_LIFE = Incarnation(0)
 _SETTLE_S = 1.0
 """How long the cluster runs on after the last request, so that the last reports come in."""
@@ -77,6 +82,7 @@ class ClusterSpec:
         load_interval_s: How often the state of the replicas is taken down.
         recovery: What is done about replicas that die, and requests that lose theirs.
         start_s: How long a replica takes to start again: processes, then loading of weights.
+        partial_reuse: Whether leading slots of cached blocks are reused by copy.
         notice_s: After which the controller notices that a process is gone; one that hangs it
             notices after `timeouts.rank_liveness_s`.
 
@@ -98,6 +104,7 @@ class ClusterSpec:
     recovery: RecoveryConfig = _RECOVERY
     start_s: float = 30.0
     notice_s: float = 0.5
+    partial_reuse: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -120,10 +127,20 @@ class Cluster:
         record: Takes the event logs of the controller and of all replicas, as `core.event_log`
             writes them and `core.replay` replays them.
         watch: Called with each update of a stream as its consumer accepts it, and the time.
+        plan: What goes wrong.
+        seed: Of the draws of that.
+        make_ranks: Makes what computes the plans of a life of a replica; None to sample by seeds
+            alone.
     """
 
     def __init__(
-        self, spec: ClusterSpec, record: Record | None = None, watch: Watch | None = None
+        self,
+        spec: ClusterSpec,
+        record: Record | None = None,
+        watch: Watch | None = None,
+        plan: FaultPlan = _NO_FAULTS,
+        seed: int = 0,
+        make_ranks: Callable[[ReplicaId], Ranks] | None = None,
     ) -> None:
         self.spec = spec
         self._record = record
@@ -139,7 +156,14 @@ class Cluster:
             spec.tensor_parallel_size / spec.ranks_per_node
         )
         num_nodes = num_gpu_nodes + 1 + spec.num_consumers
+        self._plan = plan
+        self._make_ranks = make_ranks
+        names = {node: f"r{index}" for index, node in enumerate(replica_nodes)}
+        names[NodeId(num_gpu_nodes)] = CONTROLLER
+        names |= {NodeId(num_gpu_nodes + 1 + i): f"c{i}" for i in range(spec.num_consumers)}
         self.network = Network(self.engine, spec.network, num_nodes)
+        if plan.disturbs_messages:
+            self.network = FaultyNetwork(self.engine, spec.network, num_nodes, plan, names, seed)
         self.controller = ControllerHost(
             self.engine,
             self.network,
@@ -190,6 +214,7 @@ class Cluster:
             self.controller.take(
                 RegisterReplica(*host.source, host.replica.limits, host.replica.scope)
             )
+        self._schedule_faults(plan)
 
     def run(self, requests: Iterable[SimRequest]) -> SimReport:
         """Serve these requests to their ends.
@@ -217,7 +242,24 @@ class Cluster:
         fit = per_node // width
         return [NodeId(index // fit) for index in range(self.spec.num_replicas)]
 
+    def latest(self, replica_id: ReplicaId) -> ReplicaHost:
+        """Return the latest life of a replica."""
+        return self._latest[replica_id]
+
     # --- lives and deaths -----------------------------------------------------------------
+
+    def _schedule_faults(self, plan: FaultPlan) -> None:
+        """Plan deaths; messages and slow steps are seen to where they happen."""
+        at = self.engine.at
+        for fault in plan.faults:
+            if isinstance(fault, KillReplica):
+                at(fault.at_s, self._kill, ReplicaId(fault.replica), fault.hangs)
+            elif isinstance(fault, KillController):
+                at(fault.at_s, self.kill_controller)
+                at(fault.at_s + fault.down_s, self.restart_controller)
+
+    def _kill(self, replica_id: ReplicaId, hangs: bool) -> None:
+        self.kill_replica(replica_id, silent=hangs)
 
     def kill_replica(self, replica_id: ReplicaId, *, silent: bool = False) -> None:
         """End the processes of a replica; one that is down stays down.
@@ -240,7 +282,9 @@ class Cluster:
         self.controller.die()
 
     def restart_controller(self) -> None:
-        """Start the controller anew, as its next term."""
+        """Start the controller anew, as its next term; one that lives goes on."""
+        if not self.controller.is_dead:
+            return
         term = Term(self.controller.controller.term + 1)
         self.controller.replace(self._new_controller(term))
 
@@ -286,6 +330,7 @@ class Cluster:
             scope=self._scope,
             batch=spec.batch,
             timeouts=spec.timeouts,
+            partial_reuse=spec.partial_reuse,
             term=self.controller.controller.term,
         )
         if self._record is not None:
@@ -300,11 +345,12 @@ class Cluster:
             self._nodes[index],
             index,
             new_replica(start),
-            spec.cost,
+            slowed(spec.cost, self.engine, self._plan, start.replica_id),
             self._gaps,
             machine,
             self._record,
             Totals() if before is None else before.totals,
+            None if self._make_ranks is None else self._make_ranks(start.replica_id),
         )
         host.controller = self.controller
         host.consumers = self.controller.consumers

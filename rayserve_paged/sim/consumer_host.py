@@ -59,8 +59,8 @@ class ConsumerHost:
         self._log = log
         self._watch = watch
         self._open: dict[RequestId, OpenRequest] = {}
-        # Whom a poll is under way to or pending at.
-        self._polled: set[Source] = set()
+        # Whom a poll is under way to or pending at, and which.
+        self._polled: dict[Source, int] = {}
         self._looks = False
         self._tick_at: float | None = None
 
@@ -76,9 +76,9 @@ class ConsumerHost:
         self.consumer.open(request, self._engine.now)
         self._send_due()
 
-    def cancel(self, request_id: RequestId) -> None:
-        """Ask for the end of a request; its stream then ends as cancelled."""
-        self._hand_out(self.consumer.cancel(request_id, None, self._engine.now))
+    def cancel(self, request_id: RequestId, sibling: int | None = None) -> None:
+        """Ask for the end of a request, or of one of its samples; it then ends as cancelled."""
+        self._hand_out(self.consumer.cancel(request_id, sibling, self._engine.now))
         self._send_due()
 
     def take(self, message: Placed | Rejected | ReplicaLost) -> None:
@@ -94,16 +94,18 @@ class ConsumerHost:
             case Rejected():
                 self._hand_out(self.consumer.rejected(message, now))
             case ReplicaLost(replica_id, incarnation):
-                self._polled.discard((replica_id, incarnation))
+                self._polled.pop((replica_id, incarnation), None)
                 self._hand_out(self.consumer.lose([message], now))
             case _:
                 assert_never(message)
         self._send_due()
 
-    def take_delivery(self, sender: ReplicaHost, delivery: Delivery) -> None:
+    def take_delivery(self, sender: ReplicaHost, poll_id: int, delivery: Delivery) -> None:
         """Take in the answer to a poll, and poll again where more is to come."""
-        self._polled.discard(sender.source)
-        self._hand_out(self.consumer.deliver(delivery, self._engine.now))
+        self._hand_out(self.consumer.deliver(delivery, self._engine.now, poll_id))
+        # Polls that answers to older ones brought about would answer each other for ever.
+        if self._polled.get(sender.source) == poll_id:
+            del self._polled[sender.source]
         self._listen(sender.source)
         self._send_due()
 
@@ -111,9 +113,9 @@ class ConsumerHost:
         """Keep one poll at a replica that serves an open request."""
         if source in self._polled or source not in self.consumer.serving():
             return
-        self._polled.add(source)
         host = self._replicas[source]
         message = self.consumer.poll(*source, self._engine.now)
+        self._polled[source] = message.poll_id
         self._network.send(self.node, host.node, message_bytes(message), host.take, message)
         if not self._looks:
             self._looks = True
@@ -124,11 +126,11 @@ class ConsumerHost:
         now = self._engine.now
         self._looks = False
         for source in self.consumer.silent(now):
-            self._polled.discard(source)
+            self._polled.pop(source, None)
             reason = "it answers no poll"
             self._hand_out(self.consumer.fail(*source, reason, now))
         for source in self.consumer.overdue_polls(now):
-            self._polled.discard(source)
+            self._polled.pop(source, None)
             self._listen(source)
         if self._polled and not self._looks:
             self._looks = True

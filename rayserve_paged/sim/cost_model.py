@@ -56,6 +56,34 @@ class CostModel(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class EvenCost:
+    """Steps that all take the same time; a `CostModel`.
+
+    Args:
+        step_s: How long.
+    """
+
+    step_s: float
+
+    @property
+    def max_active(self) -> int:
+        """As `CostModel.max_active`."""
+        return 1
+
+    def step_seconds(
+        self,
+        num_computed: IntArray,
+        num_tokens: IntArray,
+        num_samples: int,
+        num_steps: int,
+        num_active: int = 1,
+    ) -> FloatArray:
+        """As `CostModel.step_seconds`."""
+        del num_computed, num_tokens, num_samples, num_active
+        return np.full(num_steps, self.step_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepWork:
     """What each step of a plan has to do, in counts.
 

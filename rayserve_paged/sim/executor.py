@@ -11,6 +11,7 @@ log-probabilities are given.
 import dataclasses
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -20,6 +21,14 @@ from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.token_streams import answer_stream, tokens_at
+
+
+class Ranks(Protocol):
+    """Computes plans, in their order."""
+
+    def run(self, plan: StepPlan, num_steps: int) -> StepResult:
+        """Run the first steps of a plan; fewer than `num_steps` only where one failed."""
+        ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,6 +57,7 @@ class SimulatedExecutor:
         on_finished: Takes the result of each plan when it has ended.
         gaps: Takes the time from each token of a stream to its next one.
         machine: Shared with other replicas where that makes steps take longer; else None.
+        ranks: What computes the plans when they end; None to sample by seeds alone.
     """
 
     def __init__(
@@ -59,6 +69,7 @@ class SimulatedExecutor:
         on_finished: Callable[[StepResult], None],
         gaps: LogHistogram,
         machine: Machine | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.num_plans = 0
         self.num_steps = 0
@@ -69,6 +80,8 @@ class SimulatedExecutor:
         self._on_finished = on_finished
         self._gaps = gaps
         self._machine = machine
+        self._ranks = ranks
+        self._is_stopped = False
         self._queued: deque[StepPlan] = deque()
         self._running: _Running | None = None
         self._starts: list[RowStart | None] = [None] * num_rows
@@ -118,6 +131,7 @@ class SimulatedExecutor:
 
     def stop(self) -> None:
         """Drop all plans: no result comes any more."""
+        self._is_stopped = True
         self._running = None
         self._queued.clear()
         if self._machine is not None:
@@ -149,12 +163,17 @@ class SimulatedExecutor:
         self.num_plans += 1
         self.num_steps += num_run
         self.busy_s += self._engine.now - running.begin_s
-        token_ids = self._sample(plan, num_run)
+        if self._ranks is None:
+            result = StepResult(plan.step_id, self._sample(plan, num_run), {}, {})
+        else:
+            result = self._ranks.run(plan, num_run)
+        if self._is_stopped:
+            return  # The plan has killed the ranks.
         self._note_times(plan, running.ends_s[:num_run])
         self._running = None
         if self._queued:
             self._begin(self._queued.popleft())
-        self._on_finished(StepResult(plan.step_id, token_ids, {}, {}))
+        self._on_finished(result)
         if self._running is None and self._machine is not None:
             self._machine.end(self)
 

@@ -41,7 +41,7 @@ from rayserve_paged.core.step_messages import StepResult
 from rayserve_paged.sim.consumer_host import ConsumerHost
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
-from rayserve_paged.sim.executor import SimulatedExecutor
+from rayserve_paged.sim.executor import Ranks, SimulatedExecutor
 from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.network import Network, NodeId, message_bytes
@@ -62,6 +62,7 @@ class ReplicaHost:
         machine: As `SimulatedExecutor`.
         record: Takes its event log.
         before: What the lives before it did.
+        ranks: As `SimulatedExecutor`.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ReplicaHost:
         machine: Machine | None,
         record: Record | None,
         before: Totals,
+        ranks: Ranks | None = None,
     ) -> None:
         self.node = node
         self.index = index
@@ -83,7 +85,14 @@ class ReplicaHost:
         self.source: Source = (replica.replica_id, replica.incarnation)
         limits = replica.limits
         self.executor = SimulatedExecutor(
-            engine, cost, limits.max_num_seqs, limits.vocab_size, self._finish, gaps, machine
+            engine,
+            cost,
+            limits.max_num_seqs,
+            limits.vocab_size,
+            self._finish,
+            gaps,
+            machine,
+            ranks,
         )
         self.controller: ControllerHost | None = None
         self.consumers: dict[str, ConsumerHost] = {}
@@ -180,8 +189,9 @@ class ReplicaHost:
                         del self._polls[consumer_id]
                     consumer = self.consumers[consumer_id]
                     size = message_bytes(command)
+                    answer = self, poll_id, delivery
                     self._network.send(
-                        self.node, consumer.node, size, consumer.take_delivery, self, delivery
+                        self.node, consumer.node, size, consumer.take_delivery, *answer
                     )
                 case PinAnswered():
                     pass  # Nothing pins here.

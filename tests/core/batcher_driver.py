@@ -2,7 +2,6 @@
 
 from collections import deque
 
-from fingerprint_rank import FingerprintRank
 from replica_driver import make_scope, prompt_keys
 
 from rayserve_paged.core.batcher import Batcher
@@ -11,6 +10,7 @@ from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.request import ModelLimits, Request
 from rayserve_paged.core.sequence import SequenceState
 from rayserve_paged.core.step_messages import StepPlan
+from rayserve_paged.sim.fingerprint_rank import FingerprintRank
 
 
 class BatcherDriver:

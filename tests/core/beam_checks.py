@@ -1,11 +1,11 @@
 """What tests of beams on a replica share."""
 
 from beam_oracle import toy_beams
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver
 
 from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.request import Request
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 ENDINGS: list[tuple[float, bool | str]] = [
     (1.0, False),

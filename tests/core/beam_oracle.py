@@ -8,10 +8,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from fingerprint_rank import seen, token_logprobs
-
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request, admit
 from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.sim.fingerprint_rank import seen, token_logprobs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,12 +4,12 @@ import dataclasses
 import math
 from collections import Counter
 
-from fingerprint_rank import Expected
 from replica_driver import ReplicaDriver, Stream
 
 from rayserve_paged.core.ids import BlockKey
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request
 from rayserve_paged.core.step_messages import TokenLogprobs
+from rayserve_paged.sim.fingerprint_rank import Expected
 
 
 @dataclasses.dataclass(eq=False)

@@ -4,8 +4,6 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from fingerprint_rank import FingerprintRank
-
 from rayserve_paged.core import invariants
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
@@ -43,6 +41,7 @@ from rayserve_paged.core.step_messages import StepPlan, StepResult, TokenLogprob
 from rayserve_paged.core.stream_messages import StreamName, TokenRun
 from rayserve_paged.core.stream_update import StreamUpdate
 from rayserve_paged.core.token_ids import TokenIds
+from rayserve_paged.sim.fingerprint_rank import FingerprintRank
 
 R0 = ReplicaId("r0")
 TIMEOUTS = TimeoutConfig(consumer_lease_s=10.0, poll_timeout_s=2.0)

@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 from beam_oracle import toy_beams
-from fingerprint_rank import Expected, oracle, prompt_oracle
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from replica_checks import Tracked
@@ -19,6 +18,7 @@ from rayserve_paged.core.request import Request, admit
 from rayserve_paged.core.retention import RetentionRange
 from rayserve_paged.core.step_messages import TokenLogprobs
 from rayserve_paged.core.token_ids import TokenIds
+from rayserve_paged.sim.fingerprint_rank import Expected, oracle, prompt_oracle
 
 
 class ReplicaMachine(RunningReplica):

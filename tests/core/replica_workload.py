@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any
 
 import pytest
-from fingerprint_rank import visible
 
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.request import ModelLimits, Request, admit
 from rayserve_paged.core.retention import RetentionRange
+from rayserve_paged.sim.fingerprint_rank import visible
 
 ENDINGS: tuple[tuple[float, bool | str], ...] = (
     (1.0, False),

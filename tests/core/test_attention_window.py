@@ -1,5 +1,4 @@
 import pytest
-from fingerprint_rank import visible
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from rayserve_paged.core.attention_window import (
     num_blocks_held,
 )
 from rayserve_paged.core.ids import BlockKey
+from rayserve_paged.sim.fingerprint_rank import visible
 
 WINDOWS = st.builds(AttentionWindow, st.integers(1, 20), st.integers(0, 12))
 BLOCK_SIZES = st.integers(1, 6)

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from fingerprint_rank import ScheduledRow, oracle
 from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.ids import Row
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.step_messages import StepPlan
+from rayserve_paged.sim.fingerprint_rank import ScheduledRow, oracle
 
 
 def plan_of(driver: ReplicaDriver) -> StepPlan:

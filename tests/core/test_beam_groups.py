@@ -9,13 +9,13 @@ import pytest
 from batcher_driver import BatcherDriver
 from beam_checks import ENDINGS, check_streams, searches_of
 from beam_oracle import toy_beams
-from fingerprint_rank import prompt_oracle
 from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.beam_streams import beam_items
 from rayserve_paged.core.ids import Attempt, RequestId
 from rayserve_paged.core.replica_messages import CancelRequest, FenceReplica
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.sim.fingerprint_rank import prompt_oracle
 
 
 @pytest.mark.parametrize("pipeline_depth", [1, 2])

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 from cluster_driver import ClusterDriver
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, make_limits, make_request, prompt_keys
 
 from rayserve_paged.core.ids import BlockKey
 from rayserve_paged.core.replica_messages import ResetCache
 from rayserve_paged.core.request import Request
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 
 def make_driver(num_blocks: int = 16, block_size: int = 4, **options: int) -> ReplicaDriver:

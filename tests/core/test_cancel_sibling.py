@@ -1,11 +1,11 @@
 """Cancelling one of the parallel samples of a request, before and after it is born."""
 
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.replica_messages import CancelRequest
 from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 PROMPT = range(8)
 

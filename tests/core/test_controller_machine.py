@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from cluster_driver import ClusterDriver
-from fingerprint_rank import oracle
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -44,6 +43,7 @@ from rayserve_paged.core.replica_messages import (
     ReplicaReport,
 )
 from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 LIMITS = make_limits(num_blocks=16, block_size=2)
 SCOPE = make_scope(block_size=2)

@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.replica_messages import CancelRequest, FenceReplica, StepFinished
 from rayserve_paged.core.request import FinishReason, Request, admit
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 
 def timed(request: Request, deadline_s: float) -> Request:

@@ -5,7 +5,6 @@ The numbers are the cases' own. "Free" is FREE + CACHED.
 
 import pytest
 from batcher_driver import BatcherDriver
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.errors import InvalidInputError
@@ -13,6 +12,7 @@ from rayserve_paged.core.ids import Attempt, BlockId, RequestId
 from rayserve_paged.core.replica_messages import FenceReplica
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sequence import Phase, SequenceState
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 Q0 = (RequestId("q0"), Attempt(0))
 

@@ -3,13 +3,13 @@
 import dataclasses
 
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.request import Request
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 TEXT_IDS = tuple(range(20, 28))
 D1 = bytes.fromhex("abcd" + 13 * "00" + "01")

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 from batcher_driver import BatcherDriver
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.replica_messages import (
@@ -17,6 +16,7 @@ from rayserve_paged.core.replica_messages import (
     StepFailed,
 )
 from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 
 def stopped_after(num_outputs: int, request: Request) -> Request:

@@ -10,7 +10,6 @@ import sys
 
 import numpy as np
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, depths, make_limits, make_request, make_scope, prompt_keys
 
 from rayserve_paged.core.block_identity import RequestScope, extend_chain
@@ -21,6 +20,7 @@ from rayserve_paged.core.errors import LedgerError
 from rayserve_paged.core.ids import BlockId, BlockKey
 from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.replica_messages import AssignRequest
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 
 def test_b01_blocks_share_a_key_only_where_parent_and_tokens_are_equal() -> None:

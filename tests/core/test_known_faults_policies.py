@@ -4,10 +4,10 @@ The numbers are the cases' own.
 """
 
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.sequence import Phase
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 
 @pytest.mark.parametrize("pipeline_depth", [1, 2])

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from cluster_driver import ClusterDriver
-from fingerprint_rank import oracle
 from replica_driver import (
     ReplicaDriver,
     make_limits,
@@ -23,6 +22,7 @@ from rayserve_paged.core.ids import ReplicaId
 from rayserve_paged.core.request import FinishReason, admit
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.token_ids import TokenIds
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 # --- validation -------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 from batcher_driver import BatcherDriver
-from fingerprint_rank import FingerprintRank, ScheduledRow, oracle
 from replica_driver import (
     ReplicaDriver,
     make_limits,
@@ -22,6 +21,7 @@ from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.kv_manager import KVManager
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request, admit
 from rayserve_paged.core.sequence import Phase, SequenceState
+from rayserve_paged.sim.fingerprint_rank import FingerprintRank, ScheduledRow, oracle
 
 
 def test_b25_blocks_that_a_step_writes_are_not_granted_before_it_ends() -> None:

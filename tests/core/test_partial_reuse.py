@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.attachments import Attachment
@@ -16,6 +15,7 @@ from rayserve_paged.core.block_pool import BlockState
 from rayserve_paged.core.ids import BlockId
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sequence import Phase
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 SEVERAL_GROUPS = (
     (FULL_ATTENTION, AttentionWindow(3)),

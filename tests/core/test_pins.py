@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
@@ -19,6 +18,7 @@ from rayserve_paged.core.replica_messages import (
 )
 from rayserve_paged.core.request import admit
 from rayserve_paged.core.token_ids import TokenIds
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 SYSTEM, OTHER = PinId("system"), PinId("other")
 

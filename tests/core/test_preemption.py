@@ -4,7 +4,6 @@ import random
 from typing import get_args
 
 import pytest
-from fingerprint_rank import oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replica_driver import ReplicaDriver, make_limits, make_request
@@ -12,6 +11,7 @@ from replica_driver import ReplicaDriver, make_limits, make_request
 from rayserve_paged.core.config import BatchConfig, QueuePolicy
 from rayserve_paged.core.request import Request
 from rayserve_paged.core.sequence import Phase
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 POLICIES: tuple[QueuePolicy, ...] = get_args(QueuePolicy)
 

@@ -1,13 +1,13 @@
 """Requests wait for a prefix that another one is computing, and never for ever."""
 
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core import policy
 from rayserve_paged.core.replica_messages import StepFailed
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sequence import Phase
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 BLOCK_SIZE = 16
 FIRST, SECOND = "first", "second"

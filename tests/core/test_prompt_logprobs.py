@@ -1,7 +1,6 @@
 import dataclasses
 
 import pytest
-from fingerprint_rank import oracle, prompt_oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
@@ -9,6 +8,7 @@ from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.replica_messages import CancelRequest, StepFinished
 from rayserve_paged.core.request import Request
+from rayserve_paged.sim.fingerprint_rank import oracle, prompt_oracle
 
 
 def assert_right(driver: ReplicaDriver, request: Request, stream: Stream) -> None:

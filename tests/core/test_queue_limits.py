@@ -1,7 +1,6 @@
 """Submissions that are refused because as much waits as may wait."""
 
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, make_limits, make_report, make_request, make_scope
 
 from rayserve_paged.core.config import BatchConfig
@@ -16,6 +15,7 @@ from rayserve_paged.core.errors import OverloadedError
 from rayserve_paged.core.ids import Incarnation, ReplicaId
 from rayserve_paged.core.replica_messages import RegisterReplica
 from rayserve_paged.core.request import Request
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 LIMITS = make_limits(num_blocks=64, max_num_seqs=2)
 R0, R1 = ReplicaId("r0"), ReplicaId("r1")

@@ -1,7 +1,6 @@
 import dataclasses
 
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import (
     R0,
     TIMEOUTS,
@@ -27,6 +26,7 @@ from rayserve_paged.core.replica_messages import (
 from rayserve_paged.core.replica_reports import REPORT_INTERVAL_S
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.step_messages import StepResult
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 
 @pytest.fixture

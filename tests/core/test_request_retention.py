@@ -1,12 +1,12 @@
 """Retention that requests ask for, on a replica whose clock is set by hand."""
 
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.attention_window import AttentionWindow
 from rayserve_paged.core.request import Request
 from rayserve_paged.core.retention import RetentionRange
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 KEEP_10_S = (RetentionRange(priority=80, duration_s=10.0),)
 

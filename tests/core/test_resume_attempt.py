@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-from fingerprint_rank import Expected, oracle, prompt_oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from replica_driver import ReplicaDriver, make_limits, make_request
@@ -16,6 +15,7 @@ from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.ids import Attempt
 from rayserve_paged.core.replica_messages import CancelRequest
 from rayserve_paged.core.request import FinishReason, Request, admit
+from rayserve_paged.sim.fingerprint_rank import Expected, oracle, prompt_oracle
 
 
 def resumed(request: Request, *samples: DeliveredSample, attempt: int = 1) -> Request:

@@ -5,13 +5,13 @@ import functools
 import random
 
 import pytest
-from fingerprint_rank import oracle
 from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.ids import BlockId, BlockKey
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.stream_messages import TokenRun
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 
 @dataclasses.dataclass

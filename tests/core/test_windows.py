@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import pytest
-from fingerprint_rank import oracle
 from hypothesis import given
 from hypothesis import strategies as st
 from replica_driver import ReplicaDriver, make_limits, make_request
@@ -11,6 +10,7 @@ from replica_driver import ReplicaDriver, make_limits, make_request
 from rayserve_paged.core.attention_window import FULL_ATTENTION, ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.request import Request, admit
+from rayserve_paged.sim.fingerprint_rank import oracle
 
 
 def windowed(

@@ -122,6 +122,7 @@ class FingerprintRank:
         self.interrupt: Callable[[], bool] | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
+        """Run a plan, up to the step after which `interrupt` says so or a draw fails."""
         for start in plan.starts:
             self.starts[start.row] = start
             self.tables[start.row] = start.block_ids.tolist()
@@ -283,6 +284,7 @@ def prompt_oracle(
 
 
 def seen(request: Request, tokens: Sequence[int], windows: tuple[AttentionWindow, ...]) -> Slots:
+    """Return what the last of these tokens sees, in all layer groups, without any blocks."""
     positions = np.arange(len(tokens))
     seen = []
     for group, window in enumerate(windows):
