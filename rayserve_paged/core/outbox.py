@@ -22,6 +22,7 @@ class _ConsumerBox:
     last_seen: float
     expired: bool = False
     poll_id: int | None = None
+    polled_at: float = 0.0
     sequence: int = 0
     fresh: list[StreamItem | TokenRun] = dataclasses.field(default_factory=list)
     unacknowledged: list[StreamItem | TokenRun] = dataclasses.field(default_factory=list)
@@ -72,7 +73,7 @@ class Outbox:
         answers = []
         if box.poll_id is not None:
             answers.append(self._answer(event.consumer_id, box, now, ()))
-        box.poll_id = event.poll_id
+        box.poll_id, box.polled_at = event.poll_id, now
         if event.ack >= box.sequence:
             box.unacknowledged = []
         if box.unacknowledged or box.fresh or self._fenced is not None:
@@ -121,7 +122,8 @@ class Outbox:
     def _deadline(self, box: _ConsumerBox) -> float:
         """Return when silence changes something: a poll's answer, the lease, the memory of it."""
         if box.poll_id is not None:
-            return box.last_seen + self._poll_timeout_s
+            # Not from the last sign of life: new requests would put the answer off for ever.
+            return box.polled_at + self._poll_timeout_s
         num_leases = LEASES_TO_REMEMBER if box.expired else 1
         return box.last_seen + self._lease_s * num_leases
 

@@ -127,6 +127,17 @@ def test_a_poll_with_nothing_to_say_is_answered_after_its_timeout() -> None:
     assert expired == []
 
 
+def test_new_requests_do_not_put_the_answer_to_a_poll_off() -> None:
+    outbox = make_outbox()
+    outbox.poll(PollTokens(ANN, 1, 0), 5.0)
+    outbox.meet(ANN, 6.5)
+    assert outbox.next_tick == 7.0
+    answers, _expired = outbox.tick(7.0)
+    assert items(answers) == ()
+    # The lease goes by the last sign of life.
+    assert outbox.next_tick == 17.0
+
+
 def test_each_consumer_gets_its_own() -> None:
     outbox = make_outbox()
     outbox.meet(BOB, 0.0)
