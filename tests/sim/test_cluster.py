@@ -26,7 +26,7 @@ LENGTH = FINISHES.index(FinishReason.LENGTH)
 
 def answer_of(request: SimRequest, spec: ClusterSpec) -> tuple[int, ...]:
     segment = Segment(answer_stream(request.seed), request.num_output_tokens)
-    return make_prompt((segment,), spec.limits.vocab_size)
+    return tuple(make_prompt((segment,), spec.limits.vocab_size))
 
 
 # --- determinism ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from rayserve_paged.core import invariants
 from rayserve_paged.core.controller_messages import EndDeployment, LoseReplica
 from rayserve_paged.core.ids import Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.stream_messages import Delivery
 from rayserve_paged.sim.cluster import Cluster
 from rayserve_paged.sim.report import FINISHES, RequestColumns
 from rayserve_paged.sim.requests import SimRequest
@@ -44,6 +45,21 @@ def test_a_cancel_ends_its_stream_within_a_step_and_frees_its_blocks() -> None:
     (host,) = cluster.replicas.values()
     invariants.check(host.replica)
     assert host.replica.kv.pool.num_held == 0
+
+
+def test_an_answer_to_a_poll_that_was_repeated_is_not_followed_by_another_poll() -> None:
+    requests = [SimRequest(0.0, (Segment(1, 20),), 200, seed=1)]
+    num_events = []
+    for num_late_answers in (0, 1):
+        cluster = Cluster(make_spec(num_replicas=1, num_consumers=1))
+        (host,), (consumer,) = cluster.replicas.values(), cluster.consumers
+        late = Delivery(*host.source, 0, ())
+        for _ in range(num_late_answers):
+            cluster.engine.at(0.2, consumer.take_delivery, host, 0, late)
+        report = cluster.run(requests)
+        assert report.requests.num_output_tokens.tolist() == [200]
+        num_events.append(report.num_events)
+    assert num_events[1] == num_events[0] + 1
 
 
 def test_the_requests_of_a_lost_replica_go_on_elsewhere_and_so_do_later_ones() -> None:
