@@ -118,18 +118,19 @@ class Replica:
         was_fenced = self.fenced is not None
         self.kv.retention.advance(now)
         match event:
+            # First what comes with each step.
+            case StepFinished(result):
+                if self.fenced is None:
+                    self._advance(self.batcher.commit(result))
+            case PollTokens():
+                self._drop(event.unwanted)
+                commands += self._outbox.poll(event, now)
             case ControllerMessage():
                 commands += self._obey(event, now)
             case AssignRequest():
                 self._assign(event, now)
             case CancelRequest():
                 self._cancel(event)
-            case PollTokens():
-                self._drop(event.unwanted)
-                commands += self._outbox.poll(event, now)
-            case StepFinished(result):
-                if self.fenced is None:
-                    self._advance(self.batcher.commit(result))
             case StepFailed(step_id, reason):
                 self._fence(f"step {step_id} failed: {reason}")
             case FenceReplica(reason):

@@ -47,6 +47,8 @@ class SteadyState:
         outputs: int32 [n], output index of the tokens that the next plan samples.
         readers: Of `rows`.
         num_plans: Plans before some row needs a block or may reach its length.
+        num_to_fill: Steps until the next one that fills a block of some row, that one included;
+            None where that is to be looked up.
     """
 
     version: int
@@ -58,6 +60,7 @@ class SteadyState:
     outputs: IntArray
     readers: Readers
     num_plans: int
+    num_to_fill: int | None = None
 
 
 @dataclasses.dataclass(slots=True)

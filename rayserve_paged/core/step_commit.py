@@ -8,7 +8,7 @@ from rayserve_paged.core.beam_commit import end_beams, take_in_candidates
 from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.ids import ConsumerId
 from rayserve_paged.core.request import FinishReason
-from rayserve_paged.core.running_batch import Flight, RunningBatch
+from rayserve_paged.core.running_batch import Flight, RunningBatch, SteadyState
 from rayserve_paged.core.scored_tokens import take_in_scores
 from rayserve_paged.core.sequence import SequenceState
 from rayserve_paged.core.step_messages import IntArray, StepResult, TokenLogprobs
@@ -67,6 +67,13 @@ class StepCommit:
     def run(self) -> Committed:
         """Do it, once."""
         batch, plan, result = self._batch, self._flight.plan, self._result
+        steady = self._flight.steady
+        if steady is not None:
+            if self._is_steady():
+                self._take_in_steady(steady)
+                return self._committed
+            # It may go on with the next step, and this one is not counted.
+            steady.num_to_fill = None
         num_run = len(result.token_ids)
         # First, since a row that is freed below may be entered again.
         if num_run < plan.num_steps:
@@ -192,9 +199,6 @@ class StepCommit:
         rows, tokens, indices = flight.sampled, token_ids, None
         check = ended_before or batch.num_beams > 0
         check |= bool(flight.forks or self._result.errors or batch.retiring)
-        if flight.steady is not None and not check and not batch.may_stop(tokens).any():
-            self._take_in_steady(tokens)
-            return
         if batch.num_beams:
             self._committed.beams.extend(take_in_candidates(batch, rows, self._result.logprobs))
         forks = [first for first in flight.forks if batch.alive[rows[first]]]
@@ -224,11 +228,28 @@ class StepCommit:
                 run = TokenRun(names, outputs[mine], tokens[None, mine])
                 self._committed.news.append((consumer_id, run))
 
-    def _take_in_steady(self, tokens: IntArray) -> None:
-        steady, outputs = self._flight.steady, self._flight.outputs
-        assert steady is not None
+    def _is_steady(self) -> bool:
+        """Return whether there is nothing to a step of the steady state but one more token each."""
+        batch, result = self._batch, self._result
+        if len(result.token_ids) != 1 or result.errors or batch.retiring or batch.num_beams:
+            return False
+        return not batch.may_stop(result.token_ids[0]).any()
+
+    def _take_in_steady(self, steady: SteadyState) -> None:
+        """Do what `run` does of a step that is steady, for all of its rows alike."""
+        batch, rows, outputs = self._batch, steady.rows, self._flight.outputs
         assert outputs is not None
-        self._batch.append(steady.rows, tokens)
+        if steady.num_to_fill is None:
+            steady.num_to_fill = int((batch.next_seal[rows] - batch.computed[rows]).min())
+        batch.computed[rows] = steady.computed
+        steady.num_to_fill -= 1
+        if steady.num_to_fill <= 0:
+            self._seal(rows)
+            steady.num_to_fill = None
+        if batch.num_windowed:
+            self._trim(rows)
+        tokens = self._result.token_ids[0]
+        batch.append(rows, tokens)
         for consumer_id, chosen, names in steady.readers:
             mine = slice(None) if chosen is None else chosen
             run = TokenRun(names, outputs[mine], tokens[None, mine])
