@@ -6,6 +6,7 @@ import ipaddress
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -167,7 +168,7 @@ def test_no_actor_call_lies_on_the_path_of_a_token(shell: RayShell) -> None:
     generated = 0
     for answer in placed[:2]:
         source = (answer.replica_id, answer.incarnation)
-        delivery = asyncio.run(shell.poll(*source, consumer.poll(*source)))
+        delivery = asyncio.run(shell.poll(*source, consumer.poll(*source, time.monotonic())))
         generated += sum(len(item.token_ids) for item in unfold(delivery))
 
     assert generated == 4 * max_tokens
@@ -191,17 +192,20 @@ def test_a_cancelled_stream_ends_as_cancelled_and_frees_its_blocks(shell: RayShe
     async def cancel_after_first() -> FinishReason | None:
         one = request("k0", [5, 6, 7], 2000, consumer="canceller")
         consumer = Consumer(one.consumer_id)
-        consumer.open(one)
+        consumer.open(one, time.monotonic())
         placed = await shell.submit(SubmitRequest(one))
         assert isinstance(placed, Placed)
-        consumer.placed(placed)
+        consumer.placed(placed, time.monotonic())
         source = (placed.replica_id, placed.incarnation)
         finish = None
         cancelled = False
         while finish is None:
-            for update in consumer.deliver(await shell.poll(*source, consumer.poll(*source))):
+            poll = consumer.poll(*source, time.monotonic())
+            delivery = await shell.poll(*source, poll)
+            for update in consumer.deliver(delivery, time.monotonic()):
                 finish = update.finish
                 if not cancelled:
+                    consumer.cancel(one.request_id, None, time.monotonic())
                     await shell.cancel(one.request_id, one.attempt)
                     cancelled = True
         return finish

@@ -295,7 +295,7 @@ def test_a_pin_is_answered_between_steps_and_not_by_a_host_that_has_stopped(star
     assigned = request("a", num_prompt=9, max_tokens=1)
     stage.host.post(assigned)
     stage.read_to_end("a")
-    event = PinPrefix(PinId("p"), tuple(range(9)))
+    event = PinPrefix(PinId("p"), TokenIds.of(range(9)))
     answer = stage.host.pin_prefix(event).result(_LONG_S)
     # This replica lets nothing be pinned.
     assert (answer.num_tokens, str(answer.refused)) == (0, str(PinLimitError("p", 2, 0, 0)))

@@ -122,7 +122,9 @@ class RunningReplica(RuleBasedStateMachine):
     )
     def poll(self, consumer: str, fate: str) -> None:
         self.seen[consumer] = self.driver.now
-        poll = self.driver.reader(consumer).consumer.poll(R0, self.driver.incarnation)
+        poll = self.driver.reader(consumer).consumer.poll(
+            R0, self.driver.incarnation, self.driver.now
+        )
         self.driver.send(poll)
         self.keep_answers(fate)
 

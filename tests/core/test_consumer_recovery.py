@@ -404,6 +404,7 @@ def test_one_sample_that_was_cancelled_is_not_part_of_the_next_attempt() -> None
 def test_a_request_that_ends_its_replicas_while_on_trial_is_failed_with_their_names() -> None:
     consumer = make_consumer()
     submissions(consumer)
+    updates: list[StreamUpdate] = []
     for attempt, name in enumerate("abc"):
         place(consumer, ReplicaId(name), attempt, on_trial=attempt > 0)
         updates = lose(consumer, ReplicaId(name))

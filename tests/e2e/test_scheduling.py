@@ -12,7 +12,7 @@ from rayserve_paged import LLM, SamplingParams
 from rayserve_paged.core.config import BatchConfig, CacheConfig, DeploymentConfig, ModelConfig
 from rayserve_paged.core.controller_messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.errors import InvalidInputError, OverloadedError
-from rayserve_paged.core.ids import Attempt, RequestId
+from rayserve_paged.core.ids import Attempt, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.front_end import FrontEnd
 from rayserve_paged.inprocess import InProcessShell
@@ -42,10 +42,14 @@ class WatchedShell(InProcessShell):
         return answer
 
     async def cancel(
-        self, request_id: RequestId, attempt: Attempt, sibling: int | None = None
+        self,
+        request_id: RequestId,
+        attempt: Attempt,
+        sibling: int | None = None,
+        placed_at: tuple[ReplicaId, Incarnation] | None = None,
     ) -> None:
         self.cancels.append(sibling)
-        await super().cancel(request_id, attempt, sibling)
+        await super().cancel(request_id, attempt, sibling, placed_at)
 
 
 CONFIG = DeploymentConfig(
