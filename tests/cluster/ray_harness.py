@@ -21,8 +21,9 @@ from rayserve_paged.core.config import (
     ParallelConfig,
     TimeoutConfig,
 )
+from rayserve_paged.core.errors import NoReplicaError
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
-from rayserve_paged.core.request import Request
+from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.stream_update import StreamUpdate
 from rayserve_paged.core.token_ids import TokenIds
@@ -75,7 +76,14 @@ async def read_all(
     loop = ConsumerLoop(deployment, ConsumerId(consumer))
 
     async def read(one: Request) -> list[StreamUpdate]:
-        return [update async for update in loop.stream(one)]
+        updates: list[StreamUpdate] = []
+        try:
+            async for update in loop.stream(one):
+                updates.append(update)  # noqa: PERF401 (what came before an error is kept)
+        except NoReplicaError as error:
+            end = (one.request_id, 0, None, (), (), 0, FinishReason.ERROR, str(error))
+            updates.append(StreamUpdate(*end))
+        return updates
 
     try:
         return list(await asyncio.gather(*map(read, requests)))

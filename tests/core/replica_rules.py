@@ -273,7 +273,7 @@ class RunningReplica(RuleBasedStateMachine):
         assert pool.num_held == 0
         assert driver.replica.accounting().allocated_slots == 0
         check_reports(driver, self.assigned)
-        self.tracked = [t for t in self.tracked if t.is_open and not t.abandoned]
+        self.tracked = [t for t in self.tracked if t.is_open and not (t.abandoned or t.fenced)]
 
     def teardown(self) -> None:
         if self.tracked:

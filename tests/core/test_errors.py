@@ -5,6 +5,7 @@ import pytest
 from rayserve_paged.core import errors
 from rayserve_paged.core.errors import (
     CapacityError,
+    ControllerAwayError,
     DeploymentError,
     DuplicateRequestError,
     InvalidInputError,
@@ -13,6 +14,7 @@ from rayserve_paged.core.errors import (
     OverloadedError,
     PagedError,
     PinLimitError,
+    PoisonedRequestError,
     ReplicaLostError,
     RequestFailedError,
 )
@@ -56,7 +58,13 @@ EXAMPLES = [
     ),
     (ReplicaLostError("r0", 3, "a rank died"), "replica r0 (incarnation 3) is lost: a rank died"),
     (RequestFailedError("q1", "NaN logits"), "request q1 failed: NaN logits"),
+    (
+        PoisonedRequestError("q1", ("r0: killed", "r1: killed")),
+        "request q1 failed: 2 replicas in a row died before it had a new token, the last of them "
+        "with no other suspect: r0: killed; r1: killed",
+    ),
     (DeploymentError("main", "not found"), "deployment 'main': not found"),
+    (ControllerAwayError("main", "no answer"), "deployment 'main': no answer"),
     (LedgerError("block 3 has count 1 and 2 holders", 3), "block 3 has count 1 and 2 holders"),
 ]
 
