@@ -14,7 +14,7 @@ from rayserve_paged import cli
 from rayserve_paged.core.controller_messages import SubmitRequest
 from rayserve_paged.core.event_log import LoggedEvent
 from rayserve_paged.core.replay import replay
-from rayserve_paged.core.replica_messages import CancelRequest, StepFinished
+from rayserve_paged.core.replica_messages import CancelRequest, ControllerMessage, StepFinished
 from rayserve_paged.event_files import log_files, read_log
 from rayserve_paged.sim.recorded_workload import read_recorded
 
@@ -57,7 +57,8 @@ def test_a_live_run_and_a_killed_replica_replay_command_for_command(
         assert result.difference is None, str(result.difference)
         assert result.num_machines == 1
         assert result.num_commands > 0
-        seen |= {type(entry.event) for entry in read_log(path) if isinstance(entry, LoggedEvent)}
+        events = [entry.event for entry in read_log(path) if isinstance(entry, LoggedEvent)]
+        seen |= {type(e.event if isinstance(e, ControllerMessage) else e) for e in events}
     assert seen >= {CancelRequest, StepFinished, SubmitRequest}
     monkeypatch.setattr(sys, "argv", ["rayserve-paged", "replay", str(folder)])
     with pytest.raises(SystemExit) as ended:
@@ -68,6 +69,6 @@ def test_a_live_run_and_a_killed_replica_replay_command_for_command(
 
     # The same logs are a workload: what got tokens, as it was submitted.
     workload = read_recorded(folder)
-    served = {(r.token_ids, r.output_length) for r in workload.requests}
+    served = {(tuple(r.token_ids or ()), r.output_length) for r in workload.requests}
     assert served >= {(tuple(prompt), 20) for prompt in prompts(6)}
     assert len(workload.requests) + workload.num_skipped == 7
