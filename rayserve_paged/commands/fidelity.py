@@ -25,10 +25,12 @@ def fidelity(
     requests: Annotated[int, typer.Option(help="Requests of each run.")] = 200,
     load: Annotated[
         float, typer.Option(help="Share of the time in which the replicas are to be busy, about.")
-    ] = 0.6,
+    ] = 0.5,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences of a step, at most.")] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step, at most.")] = 256,
     profile: Annotated[
-        Path | None, typer.Option(help="Measured here before; absent: measure now.")
+        Path | None,
+        typer.Option(help="Measured here before, with or without a live run; absent: measure now."),
     ] = None,
     passes: Annotated[int, typer.Option(help="Of the measuring.")] = 3,
     live_requests: Annotated[int, typer.Option(help="Of the profile's own live run.")] = 40,
@@ -39,7 +41,7 @@ def fidelity(
     from rayserve_paged.commands.profile import told_progress
     from rayserve_paged.load_config import load_config
     from rayserve_paged.profiling.fidelity import compare_runs
-    from rayserve_paged.profiling.measure import Effort, measure_profile
+    from rayserve_paged.profiling.measure import Effort, add_live, measure_steps
     from rayserve_paged.profiling.workload import suitable_workload
     from rayserve_paged.sim.profile import read_profile, write_profile
     from rayserve_paged.sim.profiled_cost import ProfiledCost
@@ -50,6 +52,7 @@ def fidelity(
         "model.model": model,
         "model.dtype": dtype,
         "batch.max_num_seqs": max_num_seqs,
+        "batch.max_num_batched_tokens": max_num_batched_tokens,
         "parallel.tensor_parallel_size": tp,
         "parallel.num_replicas": replicas,
     }
@@ -61,11 +64,13 @@ def fidelity(
         raise InvalidInputError("--out", str(out), accepted) from error
     with told_progress() as progress:
         if profile is None:
-            effort = Effort(num_passes=passes, num_live_requests=live_requests)
-            measured = measure_profile(config, effort, progress).profile
+            measured, _errors = measure_steps(config, Effort(num_passes=passes), progress)
             write_profile(measured, out / "profile.json")
         else:
             measured = read_profile(profile)
+        if measured.served is None:
+            measured, _figures_of_live = add_live(measured, config, live_requests, progress)
+            write_profile(measured, out / "profile.json")
         workload = suitable_workload(ProfiledCost(measured), requests, replicas, load)
         progress(f"{requests} requests live, twice, and simulated")
         result = compare_runs(config, measured, list(generate(workload, seed)), out)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rayserve_paged.profiling.measure import Measured
+    from rayserve_paged.profiling.grid import HeldOut
+    from rayserve_paged.profiling.live import LiveFigures
 
 
 @contextlib.contextmanager
@@ -48,7 +49,7 @@ def profile(
 ) -> None:
     """Measure a model here, for `simulate --profile`, and print how well steps are predicted."""
     from rayserve_paged.load_config import load_config
-    from rayserve_paged.profiling.measure import Effort, measure_profile
+    from rayserve_paged.profiling.measure import Effort, add_live, measure_steps
     from rayserve_paged.sim.profile import write_profile
 
     flags = {
@@ -61,42 +62,47 @@ def profile(
         "parallel.tensor_parallel_size": tp,
         "parallel.num_replicas": replicas,
     }
-    effort = Effort(max_context, passes, num_live_requests=live_requests)
+    config = load_config(flags=flags)
+    live = None
     with told_progress() as progress:
-        measured = measure_profile(load_config(flags=flags), effort, progress)
-    write_profile(measured.profile, out)
+        measured, held_out = measure_steps(config, Effort(max_context, passes), progress)
+        # An hour's measurements are not lost where Ray does not start.
+        write_profile(measured, out)
+        if live_requests:
+            measured, live = add_live(measured, config, live_requests, progress)
+            write_profile(measured, out)
     if as_json:
-        print(json.dumps({"profile": str(out)} | _figures(measured)))
-        return
-    print(f"{out}: {len(measured.profile.tables)} tables of {measured.profile.model}")
-    held_out, live = measured.held_out, measured.live
+        print(json.dumps({"profile": str(out)} | _figures(held_out, live)))
+    else:
+        print(f"{out}: {len(measured.tables)} tables of {measured.model}")
+        _print_errors(held_out, live)
+
+
+def _print_errors(held_out: "HeldOut", live: "LiveFigures | None") -> None:
     print(
         f"{held_out.num_steps} steps that are not in them: predicted with an error of "
         f"{held_out.mean_error:.1%} on average, P90 {held_out.p90_error:.1%}"
     )
-    if live is not None:
-        print(
-            f"{live.num_steps} steps of a live run: {live.served.scale:.3f} times the tables and "
-            f"{live.served.extra_s * 1e3:.2f} ms; with that an error of {live.mean_error:.1%} on "
-            f"average, P90 {live.p90_error:.1%}"
-        )
-        print(
-            f"messages: {live.messages.submit_s * 1e3:.2f} ms to the controller, "
-            f"{live.messages.assign_s * 1e3:.2f} ms to a replica, "
-            f"{live.messages.deliver_s * 1e3:.2f} ms to the reader; start {live.start_s:.1f} s"
-        )
-
-
-def _figures(measured: "Measured") -> dict[str, object]:
-    live = measured.live
     if live is None:
-        return {"held_out": dataclasses.asdict(measured.held_out), "live": None}
-    figures = {
-        "messages": live.messages.model_dump(),
-        "served": live.served.model_dump(),
-        "start_s": live.start_s,
-        "num_steps": live.num_steps,
-        "mean_error": live.mean_error,
-        "p90_error": live.p90_error,
-    }
-    return {"held_out": dataclasses.asdict(measured.held_out), "live": figures}
+        return
+    served, messages = live.served, live.messages
+    print(
+        f"{live.num_steps} steps of a live run: {served.scale:.3f} times the tables and "
+        f"{served.extra_s * 1e3:.2f} ms; with that an error of {live.mean_error:.1%} on average, "
+        f"P90 {live.p90_error:.1%}"
+    )
+    print(
+        f"messages: {messages.submit_s * 1e3:.2f} ms to the controller, "
+        f"{messages.assign_s * 1e3:.2f} ms to a replica, "
+        f"{messages.deliver_s * 1e3:.2f} ms to the reader; start {live.start_s:.1f} s"
+    )
+
+
+def _figures(held_out: "HeldOut", live: "LiveFigures | None") -> dict[str, object]:
+    figures: dict[str, object] = {"held_out": dataclasses.asdict(held_out), "live": None}
+    if live is not None:
+        figures["live"] = dataclasses.asdict(live) | {
+            "messages": live.messages.model_dump(),
+            "served": live.served.model_dump(),
+        }
+    return figures

@@ -10,10 +10,13 @@ from rayserve_paged.sim.synthetic import (
 )
 
 _PROMPT = Lengths(median=80, sigma=0.6, low=8, high=320)
-_OUTPUT = Lengths(median=32, sigma=0.5, low=4, high=96)
+_OUTPUT = Lengths(median=48, sigma=0.4, low=8, high=128)
 _SYSTEM = SystemPrompts(count=8, num_tokens=48, share=0.5, zipf=1.0)
 MAX_CONTEXT = 512
 """No sequence of the workload is longer."""
+LOAD = 0.5
+"""Share of the time in which replicas are to be busy, about: what steps take more or less, users
+see at most half as much again."""
 
 _BATCH = 4
 
