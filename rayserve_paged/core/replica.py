@@ -148,10 +148,12 @@ class Replica:
                 self._expire(expired)
             case _:
                 assert_never(event)
-        self._end_late(now)
+        max_steps = self._max_steps
+        if self._deadlines:
+            self._end_late(now)
+            # A deadline may come in between any two steps.
+            max_steps = 1
         commands += self._outbox.flush(now)
-        # A deadline may come in between any two steps.
-        max_steps = 1 if self._deadlines else self._max_steps
         while self.fenced is None and self.batcher.can_plan:
             plan = self.batcher.plan_step(max_steps)
             if plan is None:

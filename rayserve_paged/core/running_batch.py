@@ -40,6 +40,7 @@ class SteadyState:
     Args:
         version: Of the batch; any other ends the steady state.
         rows: int32 [n], all running rows, first served first.
+        places: The same as an index: a slice, which costs less, where they follow on each other.
         ones: int32 [n].
         sample_indices: int32 [n].
         siblings: int32 [n].
@@ -53,6 +54,7 @@ class SteadyState:
 
     version: int
     rows: IntArray
+    places: IntArray | slice
     ones: IntArray
     sample_indices: IntArray
     siblings: IntArray
@@ -341,6 +343,15 @@ class RunningBatch:
         self._recent[rows, known % self._recent.shape[1]] = token_ids
         self.known[rows] = known + 1
         self.last_token[rows] = token_ids
+
+    def append_steady(self, steady: SteadyState, token_ids: IntArray) -> None:
+        """Make one sampled token of each row of a steady state known, whose last one before is
+        computed by now.
+        """
+        known = steady.computed
+        self._recent[steady.rows, known % self._recent.shape[1]] = token_ids
+        self.known[steady.places] = known + 1
+        self.last_token[steady.places] = token_ids
 
     def append_steps(self, rows: IntArray, token_ids: IntArray) -> None:
         """Make the sampled tokens of several steps known.

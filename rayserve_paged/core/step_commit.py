@@ -233,7 +233,8 @@ class StepCommit:
         batch, result = self._batch, self._result
         if len(result.token_ids) != 1 or result.errors or batch.retiring or batch.num_beams:
             return False
-        return not batch.may_stop(result.token_ids[0]).any()
+        # Several times as fast as `any` for a few rows.
+        return not np.count_nonzero(batch.may_stop(result.token_ids[0]))
 
     def _take_in_steady(self, steady: SteadyState) -> None:
         """Do what `run` does of a step that is steady, for all of its rows alike."""
@@ -241,7 +242,7 @@ class StepCommit:
         assert outputs is not None
         if steady.num_to_fill is None:
             steady.num_to_fill = int((batch.next_seal[rows] - batch.computed[rows]).min())
-        batch.computed[rows] = steady.computed
+        batch.computed[steady.places] = steady.computed
         steady.num_to_fill -= 1
         if steady.num_to_fill <= 0:
             self._seal(rows)
@@ -249,7 +250,7 @@ class StepCommit:
         if batch.num_windowed:
             self._trim(rows)
         tokens = self._result.token_ids[0]
-        batch.append(rows, tokens)
+        batch.append_steady(steady, tokens)
         for consumer_id, chosen, names in steady.readers:
             mine = slice(None) if chosen is None else chosen
             run = TokenRun(names, outputs[mine], tokens[None, mine])

@@ -181,7 +181,8 @@ class StepPlanner:
             rows=rows,
             num_computed=steady.computed,
             num_tokens=steady.ones,
-            token_ids=batch.last_token[rows],
+            # A slice gives no copy, and the array changes with the next step.
+            token_ids=batch.last_token[steady.places].copy(),
             late=_NO_INTS,
             sample_indices=steady.sample_indices,
             sample_siblings=steady.siblings,
@@ -191,7 +192,7 @@ class StepPlanner:
         steady.computed = steady.computed + 1
         steady.outputs = outputs + 1
         steady.num_plans -= 1
-        batch.end[rows] = steady.computed
+        batch.end[steady.places] = steady.computed
         self._take_off(Flight(plan, rows, [], [], steady=steady, outputs=outputs))
         return plan
 
@@ -224,6 +225,7 @@ class StepPlanner:
         return SteadyState(
             version=batch.version,
             rows=rows,
+            places=_as_index(rows),
             ones=np.ones_like(rows),
             sample_indices=indices,
             siblings=siblings,
@@ -391,3 +393,11 @@ class StepPlanner:
         """Return the partly filled blocks that a row writes next, one of each layer group."""
         place, num_slots = divmod(int(self._batch.end[row]), self._batch.block_size)
         return self._batch.sequence(row).table.at(place) if num_slots else []
+
+
+def _as_index(rows: IntArray) -> IntArray | slice:
+    """Return what selects the same rows: a slice where each follows on the one before."""
+    first = int(rows[0])
+    if (rows == np.arange(first, first + len(rows), dtype=np.int32)).all():
+        return slice(first, first + len(rows))
+    return rows
