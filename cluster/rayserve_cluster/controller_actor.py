@@ -1,4 +1,8 @@
-"""The controller of a deployment as a named, detached actor: the shell around core's Controller."""
+"""The controller of a deployment as a named, detached actor: the shell around core's Controller.
+
+Where its process dies, Ray starts it anew: as the next *term*, which finds the replicas of those
+before by their names, and rebuilds its books from their inventories. Streams go on meanwhile.
+"""
 
 import asyncio
 import contextlib
@@ -12,8 +16,9 @@ from typing import Any, Final, assert_never
 import ray
 
 from rayserve_cluster.gang import Gang
+from rayserve_cluster.gangs import Gangs, Life
 from rayserve_cluster.launch import remove_deployment
-from rayserve_cluster.placement import alive_nodes, rank_resources, spread
+from rayserve_cluster.placement import num_restarts
 from rayserve_cluster.worker import RankStats
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
@@ -21,6 +26,7 @@ from rayserve_paged.core.controller_messages import (
     ControllerCommand,
     ControllerEvent,
     EndDeployment,
+    FoundReplica,
     LoseReplica,
     Placed,
     Rejected,
@@ -35,7 +41,14 @@ from rayserve_paged.core.controller_messages import (
 )
 from rayserve_paged.core.errors import DeploymentError
 from rayserve_paged.core.event_log import CONTROLLER, ControllerStart, LoggedStart, Record
-from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.ids import (
+    Attempt,
+    ConsumerId,
+    Incarnation,
+    ReplicaId,
+    RequestId,
+    Term,
+)
 from rayserve_paged.core.replay import new_controller, recorded
 from rayserve_paged.core.replica_messages import (
     PinAnswered,
@@ -51,12 +64,30 @@ from rayserve_paged.event_files import open_controller_log
 _TICK_S: Final = 0.25
 _LAST_WORDS_S: Final = 0.5
 """What is left to the answers on their way when the controller ends itself."""
+_LOOK_S: Final = 0.05
 
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ControllerStatus:
+    """What a controller says of itself.
+
+    Args:
+        pid: Its process.
+        term: Which life of the controller it is.
+        replicas: Live replicas and their incarnations.
+    """
+
+    pid: int
+    term: Term
+    replicas: dict[ReplicaId, Incarnation]
+
+
 class ControllerActor:
-    """Starts the gangs, places requests, notices deaths, ends what no owner covers."""
+    """Starts the gangs, places requests, notices deaths, starts what died again, and ends what no
+    owner covers.
+    """
 
     def __init__(self, config: DeploymentConfig, owner: str) -> None:
         """Remember what to start; `start` does it.
@@ -67,9 +98,16 @@ class ControllerActor:
         """
         self._config = config
         self._owner = owner
-        lease_s = None if config.keep_alive else config.timeouts.deployment_lease_s
+        term = Term(num_restarts())
+        names = (ReplicaId(f"r{index}") for index in range(config.parallel.num_replicas))
         start = ControllerStart(
-            deployment_lease_s=lease_s, batch=config.batch, placement=config.placement
+            deployment_lease_s=None if config.keep_alive else config.timeouts.deployment_lease_s,
+            batch=config.batch,
+            placement=config.placement,
+            recovery=config.recovery,
+            start_timeout_s=config.timeouts.start_timeout_s,
+            term=term,
+            expected=tuple(names) if term else (),
         )
         self._core = new_controller(start)
         record: Record | None = None
@@ -77,13 +115,19 @@ class ControllerActor:
             record = open_controller_log(config.event_log_dir)
             record(LoggedStart(CONTROLLER, start))
         self._take_event = recorded(CONTROLLER, self._core.handle, record)
-        self._gangs: dict[tuple[ReplicaId, Incarnation], Gang] = {}
-        self._lost: dict[tuple[ReplicaId, Incarnation], str] = {}
-        self._news: dict[ConsumerId, list[ReplicaLost]] = {}
+        self._gangs = Gangs(config, term, self._handle, self._spawn)
+        # The last life of each replica that was lost, and why.
+        self._lost: dict[ReplicaId, tuple[Incarnation, str]] = {}
+        # What consumers have not asked for yet, since when.
+        self._news: dict[ConsumerId, tuple[float, list[ReplicaLost]]] = {}
         self._told = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[ModelLimits] | None = None
         self._failed = False
+        if term:
+            logger.warning("the controller of %s was started anew: term %d", config.name, term)
+            for life in self._gangs.adopt():
+                self._handle(FoundReplica(*life))
         self._spawn(self._tick())
 
     async def describe(self) -> tuple[DeploymentConfig, str]:
@@ -93,51 +137,40 @@ class ControllerActor:
     async def start(self) -> ModelLimits:
         """Start all replicas and wait until they serve; further calls wait for the same.
 
+        Of a controller that was started anew, wait until a replica serves again.
+
         Returns:
             What requests are checked against.
 
         Raises:
             PagedError: A replica cannot start; the deployment ends itself.
+            DeploymentError: Of one that was started anew: no replica has come back in time.
         """
+        if self._core.term:
+            return await self._await_replica()
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> ModelLimits:
-        config = self._config
-        # A controller before this one may have died and left its ranks.
-        await asyncio.to_thread(remove_deployment, config.name, keep_controller=True)
-        resources = rank_resources(ray.cluster_resources())
-        for index in range(config.parallel.num_replicas):
-            key = (ReplicaId(f"r{index}"), Incarnation(0))
-            self._gangs[key] = Gang(config, *key, resources)
-        nodes = spread(
-            len(self._gangs), [resources] * config.parallel.tensor_parallel_size, alive_nodes()
-        )
-        starts = [
-            asyncio.create_task(self._start_gang(gang, node))
-            for gang, node in zip(self._gangs.values(), nodes, strict=True)
-        ]
         try:
-            await asyncio.gather(*starts)
+            # A deployment before this one may have lost its controller, and left its ranks.
+            await asyncio.to_thread(remove_deployment, self._config.name, keep_controller=True)
+            await self._gangs.start_all()
+            return await self._await_replica()
         except Exception as error:  # Whatever it was: nothing may be left behind.
-            for start in starts:
-                start.cancel()
             self._handle(EndDeployment(f"it could not start: {error}"))
             raise
-        limits = self._core.limits
-        if limits is None:
-            raise DeploymentError(config.name, "all its replicas were lost while it started")
+
+    async def _await_replica(self) -> ModelLimits:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._config.timeouts.start_timeout_s
+        while (limits := self._core.limits) is None or self._core.is_rebuilding:
+            if clock() > deadline or not self._core.is_hopeful:
+                reason = f"it has no replica: {self._core.why_none}"
+                raise DeploymentError(self._config.name, reason)
+            await asyncio.sleep(_LOOK_S)
         return limits
-
-    async def _start_gang(self, gang: Gang, node_id: str | None) -> None:
-        controller = ray.get_runtime_context().current_actor
-        self._handle(await gang.start(node_id, controller))
-        self._spawn(self._watch(gang))
-
-    async def _watch(self, gang: Gang) -> None:
-        reason = await gang.lost(self._config.timeouts.rank_liveness_s)
-        self._handle(LoseReplica(gang.replica_id, gang.incarnation, reason))
 
     # --- consumers ------------------------------------------------------------------------
 
@@ -163,7 +196,8 @@ class ControllerActor:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.timeouts.poll_timeout_s), self._told:
                 await self._told.wait_for(lambda: consumer_id in self._news)
-        return tuple(self._news.pop(consumer_id, ()))
+        _since, news = self._news.pop(consumer_id, (0.0, []))
+        return tuple(news)
 
     async def why_lost(self, replica_id: ReplicaId, incarnation: Incarnation) -> str | None:
         """Say which rank of an incarnation is lost, and why, as far as can be known at once.
@@ -171,10 +205,14 @@ class ControllerActor:
         Returns:
             None where all its ranks are well.
         """
-        key = (replica_id, incarnation)
-        if key not in self._lost and key in self._gangs:
-            return await self._gangs[key].cause()
-        return self._lost.get(key)
+        lost_incarnation, reason = self._lost.get(replica_id, (None, None))
+        if lost_incarnation == incarnation:
+            return reason
+        return await self._cause((replica_id, incarnation))
+
+    async def _cause(self, life: Life) -> str | None:
+        gang = self._gangs.get(life)
+        return None if gang is None else await gang.cause()
 
     # --- replicas and owners --------------------------------------------------------------
 
@@ -182,7 +220,7 @@ class ControllerActor:
         """Take in what a replica says of itself."""
         if isinstance(message, ReplicaReport) and message.fenced is not None:
             # Rank 0 saw a connection break: who broke it is what its consumers want to know.
-            cause = await self._gangs[message.replica_id, message.incarnation].cause()
+            cause = await self._cause((message.replica_id, message.incarnation))
             message = dataclasses.replace(message, fenced=cause or message.fenced)
         self._handle(message)
 
@@ -193,43 +231,47 @@ class ControllerActor:
     async def end(self, reason: str) -> None:
         """Take everything down, this actor last; answered once the ranks are gone."""
         self._handle(EndDeployment(reason))
-        await self._stop_gangs(reason)
+        await self._gangs.stop_all(reason)
 
     async def accounting(self) -> tuple[tuple[ReplicaId, Accounting], ...]:
         """Take the ledger of every replica, each at the end of a step, ordered by replica id."""
-        live = sorted(self._core.replicas.items())
-        ledgers = await asyncio.gather(*(self._gangs[key].accounting() for key in live))
+        gangs = self._live()
+        ledgers = await asyncio.gather(*(gang.accounting() for gang in gangs))
         return tuple(
-            (key[0], ledger)
-            for key, ledger in zip(live, ledgers, strict=True)
+            (gang.replica_id, ledger)
+            for gang, ledger in zip(gangs, ledgers, strict=True)
             if ledger is not None
         )
 
     async def reset_cache(self) -> None:
         """Forget the prefix caches of all replicas; returns when each has done it."""
-        live = self._core.replicas.items()
-        await asyncio.gather(*(self._gangs[key].reset_cache() for key in live))
+        await asyncio.gather(*(gang.reset_cache() for gang in self._live()))
 
     async def pin_prefix(self, event: PinPrefix) -> tuple[tuple[ReplicaId, PinAnswered], ...]:
         """Keep the cached blocks of a prefix on every replica, ordered by replica id."""
-        live = sorted(self._core.replicas.items())
-        answers = await asyncio.gather(*(self._gangs[key].pin_prefix(event) for key in live))
+        gangs = self._live()
+        answers = await asyncio.gather(*(gang.pin_prefix(event) for gang in gangs))
         return tuple(
-            (key[0], answer)
-            for key, answer in zip(live, answers, strict=True)
+            (gang.replica_id, answer)
+            for gang, answer in zip(gangs, answers, strict=True)
             if answer is not None
         )
 
     async def unpin_prefix(self, event: UnpinPrefix) -> None:
         """Let go of a pin on every replica."""
-        live = self._core.replicas.items()
-        await asyncio.gather(*(self._gangs[key].unpin_prefix(event) for key in live))
+        await asyncio.gather(*(gang.unpin_prefix(event) for gang in self._live()))
 
     async def stats(self) -> tuple[RankStats, ...]:
         """Return the figures of all ranks that answer."""
-        live = sorted(self._core.replicas.items())
-        stats = await asyncio.gather(*(self._gangs[key].stats() for key in live))
+        stats = await asyncio.gather(*(gang.stats() for gang in self._live()))
         return tuple(rank for ranks in stats for rank in ranks)
+
+    async def status(self) -> ControllerStatus:
+        """Return who the controller is, and which replicas live."""
+        return ControllerStatus(os.getpid(), self._core.term, dict(self._core.replicas))
+
+    def _live(self) -> list[Gang]:
+        return self._gangs.of(self._core.replicas.items())
 
     # --- the shell ------------------------------------------------------------------------
 
@@ -242,57 +284,68 @@ class ControllerActor:
     def _carry_out(self, command: ControllerCommand) -> None:
         match command:
             case SendToReplica(replica_id, incarnation, event):
-                self._gangs[replica_id, incarnation].post(event)
+                gang = self._gangs.get((replica_id, incarnation))
+                if gang is not None:  # Else it has ended, and has nobody to hear it.
+                    gang.post(event)
             case Placed() | Rejected():
                 pass  # The submission's own answer.
             case ReplicaLost():
-                logger.warning("%s is lost: %s", command.replica_id, command.reason)
-                self._lost[command.replica_id, command.incarnation] = command.reason
-                for consumer_id in command.consumers:
-                    self._news.setdefault(consumer_id, []).append(command)
-                self._spawn(self._tell())
+                self._note_loss(command)
             case StopReplica(replica_id, incarnation, reason):
-                self._spawn(self._gangs[replica_id, incarnation].stop(reason))
-            case StartReplica():
-                raise AssertionError("no recovery is configured, and no replica started again")
+                self._spawn(self._gangs.stop((replica_id, incarnation), reason))
+            case StartReplica(replica_id, incarnation):
+                logger.warning("%s is started again, as %d", replica_id, incarnation)
+                self._gangs.start((replica_id, incarnation))
             case TakeDown(reason):
                 self._spawn(self._take_down(reason))
             case _:
                 assert_never(command)
+
+    def _note_loss(self, loss: ReplicaLost) -> None:
+        logger.warning("%s is lost: %s", loss.replica_id, loss.reason)
+        self._lost[loss.replica_id] = (loss.incarnation, loss.reason)
+        for consumer_id in loss.consumers:
+            self._news.setdefault(consumer_id, (time.monotonic(), []))[1].append(loss)
+        self._spawn(self._tell())
 
     async def _tell(self) -> None:
         async with self._told:
             self._told.notify_all()
 
     async def _tick(self) -> None:
-        period_s = min(_TICK_S, self._config.timeouts.deployment_lease_s / 4.0)
+        timeouts = self._config.timeouts
+        period_s = min(_TICK_S, timeouts.deployment_lease_s / 4.0)
         while True:
             self._handle(Tick())
+            # By then the replicas hold a consumer that does not poll for gone as well.
+            old = time.monotonic() - timeouts.consumer_lease_s - timeouts.poll_timeout_s
+            for consumer_id in [name for name, (since, _) in self._news.items() if since < old]:
+                del self._news[consumer_id]
             await asyncio.sleep(period_s)
-
-    async def _stop_gangs(self, reason: str) -> None:
-        await asyncio.gather(*(gang.stop(reason) for gang in self._gangs.values()))
 
     async def _take_down(self, reason: str) -> None:
         logger.warning("deployment %s ends: %s", self._config.name, reason)
         if self._starting is not None:
             self._starting.cancel()
-        await self._stop_gangs(reason)
+        await self._gangs.stop_all(reason)
         await asyncio.to_thread(remove_deployment, self._config.name, keep_controller=True)
         await asyncio.sleep(_LAST_WORDS_S)
         ray.kill(ray.get_runtime_context().current_actor)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        logger.error("deployment %s", self._config.name, exc_info=error)
-        if self._failed:
-            os._exit(1)  # Nothing works any more: the ranks' own leases end them.
+        logger.error("the controller of %s failed", self._config.name, exc_info=error)
+        has_started = self._core.term or (self._starting is not None and self._starting.done())
+        if has_started or self._failed:
+            # Ray starts it anew; what replicas there are go on.
+            os._exit(1)
         self._failed = True
         self._spawn(self._take_down(f"its controller failed: {type(error).__name__}: {error}"))

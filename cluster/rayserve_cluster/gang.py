@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Final
 
 import ray
@@ -24,7 +25,7 @@ from rayserve_cluster.worker import CONCURRENCY, RankReady, RankSpec, RankStats,
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.errors import DeploymentError
-from rayserve_paged.core.ids import Incarnation, ReplicaId
+from rayserve_paged.core.ids import Incarnation, ReplicaId, Term
 from rayserve_paged.core.replica_messages import (
     ControllerMessage,
     PinAnswered,
@@ -47,6 +48,7 @@ class Gang:
         replica_id: ReplicaId,
         incarnation: Incarnation,
         resources: dict[str, float],
+        term: Term,
     ) -> None:
         """Describe a gang; `start` creates it.
 
@@ -55,10 +57,12 @@ class Gang:
             replica_id: The replica.
             incarnation: Its life.
             resources: What each rank asks for.
+            term: Of the controller.
         """
         self.replica_id = replica_id
         self.incarnation = incarnation
         self._config = config
+        self._term = term
         self._resources = [resources] * config.parallel.tensor_parallel_size
         self._group: PlacementGroup | None = None
         self._workers: list[Any] = []
@@ -98,6 +102,11 @@ class Gang:
         finally:
             await _cancel(lost, started)
 
+    def adopt(self, group: PlacementGroup, workers: Sequence[Any]) -> None:
+        """Take over ranks that a controller before this one has created; not with `start`."""
+        self._group = group
+        self._workers = list(workers)
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -118,7 +127,12 @@ class Gang:
             ),
         )
         spec = RankSpec(
-            self._config, self.replica_id, self.incarnation, rank, has_gpu="GPU" in resources
+            config=self._config,
+            replica_id=self.replica_id,
+            incarnation=self.incarnation,
+            rank=rank,
+            has_gpu="GPU" in resources,
+            term=self._term,
         )
         return options.remote(spec, controller)
 
@@ -179,7 +193,11 @@ class Gang:
         return f"rank {rank}{pid}: {reason}"
 
     def post(self, event: ControllerMessage) -> None:
-        """Send an event to rank 0. Events arrive in order; a dead rank 0 swallows them."""
+        """Send an event to rank 0. Events arrive in order; a dead rank 0, and one that is not
+        there yet, swallow them.
+        """
+        if not self._workers:
+            return
         self._outbox.append(event)
         if self._posting is None or self._posting.done():
             self._posting = asyncio.create_task(self._post_all())

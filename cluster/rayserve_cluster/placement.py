@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import ray
+from ray._private.state import actors
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -47,6 +48,12 @@ def group_name(deployment: str, replica_id: ReplicaId, incarnation: Incarnation)
     """Return the cluster-wide name of a gang's placement group."""
     # The slash occurs in no deployment's name: "a" cannot claim the groups of "a.b".
     return f"{namespace_of(deployment)}/{replica_id}.{incarnation}"
+
+
+def life_of(group: str) -> tuple[ReplicaId, Incarnation]:
+    """Return whose placement group it is: the inverse of `group_name`."""
+    replica_id, _, incarnation = group.rpartition("/")[2].rpartition(".")
+    return ReplicaId(replica_id), Incarnation(int(incarnation))
 
 
 def rank_resources(cluster: Mapping[str, float]) -> dict[str, float]:
@@ -176,6 +183,15 @@ def remove_group(group: PlacementGroup) -> None:
     Measured: a SIGSTOPped rank is gone 0.3 s later, and 5 s later if `ray.kill` is called too.
     """
     remove_placement_group(group)
+
+
+def num_restarts() -> int:
+    """Return how many times Ray has started the actor that asks anew.
+
+    It is counted by the cluster's GCS, with each start: no two lives of an actor see the same.
+    """
+    row = actors(ray.get_runtime_context().get_actor_id())
+    return int(row["NumRestarts"])
 
 
 def actors_of(deployment: str) -> list[str]:

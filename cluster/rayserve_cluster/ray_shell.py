@@ -10,9 +10,15 @@ import uuid
 from typing import Any, Final
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
-from rayserve_cluster.controller_actor import ControllerActor
+from rayserve_cluster.controller_actor import ControllerActor, ControllerStatus
 from rayserve_cluster.health import death_cause
 from rayserve_cluster.launch import connect, disconnect, remove_deployment
 from rayserve_cluster.placement import CONTROLLER_NAME, namespace_of, rank_name
@@ -20,7 +26,12 @@ from rayserve_cluster.worker import RankStats, unwrapped
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller_messages import Placed, Rejected, ReplicaLost, SubmitRequest
-from rayserve_paged.core.errors import DeploymentError, InvalidInputError, ReplicaLostError
+from rayserve_paged.core.errors import (
+    ControllerAwayError,
+    DeploymentError,
+    InvalidInputError,
+    ReplicaLostError,
+)
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.replica_messages import PinAnswered, PinPrefix, PollTokens, UnpinPrefix
 from rayserve_paged.core.request import ModelLimits
@@ -103,12 +114,15 @@ class RayShell:
             get_if_exists=True,
             num_cpus=0,
             max_concurrency=_MAX_CALLS,
+            max_restarts=-1,
         )
+        cause = ""
         for _ in range(_FIND_ATTEMPTS):
             try:
                 controller = options.remote(self._config, self._owner)
                 config, owner = ray.get(controller.describe.remote())
-            except RayActorError:
+            except RayActorError as error:
+                cause = death_cause(error)
                 time.sleep(0.25)  # An ending controller of this name; the next one is ours.
                 continue
             if config != self._config:
@@ -118,17 +132,20 @@ class RayShell:
                 )
                 raise DeploymentError(self._config.name, reason)
             return controller, owner == self._owner
-        raise DeploymentError(self._config.name, "its controller does not start")
+        raise DeploymentError(self._config.name, f"its controller does not start ({cause})")
 
     def _start(self) -> ModelLimits:
-        try:
-            limits: ModelLimits = ray.get(self._controller.start.remote())
-        except RayTaskError as error:
-            raise unwrapped(error, self._config.name) from None
-        except RayError as error:
-            reason = f"its controller ended while it started ({death_cause(error)})"
-            raise DeploymentError(self._config.name, reason) from error
-        return limits
+        while True:
+            try:
+                limits: ModelLimits = ray.get(self._controller.start.remote())
+                return limits
+            except RayTaskError as error:
+                raise unwrapped(error, self._config.name) from None
+            except ActorUnavailableError:
+                logger.warning("the controller of %s is started anew", self._config.name)
+            except RayError as error:
+                reason = f"its controller ended while it started ({death_cause(error)})"
+                raise DeploymentError(self._config.name, reason) from error
 
     def _renew_lease(self) -> None:
         period_s = self._config.timeouts.deployment_lease_s / _RENEWALS_PER_LEASE
@@ -137,7 +154,7 @@ class RayShell:
                 return  # Somebody disconnected this process; a submission says so.
             try:
                 ray.get(self._controller.renew_lease.remote(), timeout=period_s)
-            except GetTimeoutError:
+            except (GetTimeoutError, ActorUnavailableError):
                 continue
             except RayError as error:
                 logger.warning("the controller of %s is gone: %s", self._config.name, error)
@@ -152,7 +169,8 @@ class RayShell:
         """Hand in a request. Idempotent by (request_id, attempt).
 
         Raises:
-            DeploymentError: The controller is gone, or this process was disconnected.
+            ControllerAwayError: The controller is being started anew; submit it again.
+            DeploymentError: The controller is gone for good, or this process was disconnected.
         """
         if not ray.is_initialized():
             raise DeploymentError(self._config.name, "this process has left its Ray cluster")
@@ -201,11 +219,19 @@ class RayShell:
         loads = [rank.timings["load_s"] for rank in ranks if "load_s" in rank.timings]
         return ShellStats(self._timings | {"model_load_s": max(loads, default=0.0)}, ranks)
 
+    async def status(self) -> ControllerStatus:
+        """Return who the controller is now, and which replicas live."""
+        status: ControllerStatus = await self._ask(self._controller.status.remote())
+        return status
+
     async def _ask(self, answer: Any) -> Any:
         try:
             return await answer
         except RayTaskError as error:
             raise unwrapped(error, self._config.name) from None
+        except ActorUnavailableError as error:
+            reason = "its controller does not answer now, and is started anew where it has ended"
+            raise ControllerAwayError(self._config.name, reason) from error
         except RayError as error:
             reason = f"its controller is gone ({death_cause(error)})"
             raise DeploymentError(self._config.name, reason) from error
@@ -235,6 +261,7 @@ class RayShell:
         except (RayError, ValueError) as error:
             known = await self._why_lost(replica_id, incarnation)
             reason = known or f"rank 0: its process is gone ({death_cause(error)})"
+        self._ranks.pop((replica_id, incarnation), None)
         raise ReplicaLostError(replica_id, incarnation, reason)
 
     async def _explained(self, delivery: Delivery) -> Delivery:

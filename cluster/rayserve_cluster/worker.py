@@ -22,7 +22,7 @@ from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import DeploymentError, PagedError, ReplicaLostError
-from rayserve_paged.core.ids import Incarnation, ReplicaId
+from rayserve_paged.core.ids import Incarnation, ReplicaId, Term
 from rayserve_paged.core.replica_messages import (
     ControllerMessage,
     PinAnswered,
@@ -64,6 +64,7 @@ class RankSpec:
         incarnation: Its life.
         rank: Place in the replica, from 0.
         has_gpu: Ray gave it a GPU, the only one that it sees.
+        term: Of the controller that starts it.
     """
 
     config: DeploymentConfig
@@ -71,6 +72,7 @@ class RankSpec:
     incarnation: Incarnation
     rank: int
     has_gpu: bool
+    term: Term
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ class Worker:
             config, name = self._spec.config, (self._spec.replica_id, self._spec.incarnation)
             folder = config.event_log_dir
             record = None if folder is None else open_replica_log(folder, *name)
-            self._host = host_replica(config, rank, *name, on_report, record)
+            self._host = host_replica(config, rank, *name, on_report, record, self._spec.term)
             self._host.start()
         else:
             threading.Thread(target=self._follow, args=(rank,), name="step", daemon=True).start()
@@ -252,11 +254,15 @@ class Worker:
 
     @ray.method(concurrency_group="io")
     async def post(self, events: Sequence[ControllerMessage]) -> None:
-        """Rank 0: hand events to the replica, in order."""
+        """Rank 0: hand events to the replica, in order; dropped while it is still starting.
+
+        Nothing is placed on it then, and a controller that asks what it has asks again.
+        """
         self._calls["post"] += 1
-        host = self._serving()
+        if self._host is None:
+            return
         for event in events:
-            host.post(event)
+            self._host.post(event)
 
     @ray.method(concurrency_group="io")
     async def poll(self, message: PollTokens) -> Delivery:

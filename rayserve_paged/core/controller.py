@@ -135,6 +135,16 @@ class Controller:
         """Whether it waits for replicas of before its term, and places nothing."""
         return self._fleet.is_rebuilding
 
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether replicas that do not live may yet come."""
+        return self._fleet.is_hopeful
+
+    @property
+    def why_none(self) -> str:
+        """Why replicas that should live do not, for a person."""
+        return self._fleet.why_none()
+
     def num_requests(self, replica_id: ReplicaId) -> int:
         """Return how many requests a live replica has been given and has not finished."""
         return self._placement.num_requests(replica_id)

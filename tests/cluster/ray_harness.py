@@ -19,6 +19,7 @@ from rayserve_paged.core.config import (
     DeploymentConfig,
     ModelConfig,
     ParallelConfig,
+    RecoveryConfig,
     TimeoutConfig,
 )
 from rayserve_paged.core.errors import NoReplicaError
@@ -41,6 +42,7 @@ def deployment_config(
     model: str = "fingerprint",
     keep_alive: bool = False,
     timeouts: dict[str, float] | None = None,
+    restart: bool = True,
 ) -> DeploymentConfig:
     return DeploymentConfig(
         name=name,
@@ -48,6 +50,7 @@ def deployment_config(
         cache=CacheConfig(block_size=16, num_blocks=256),
         parallel=ParallelConfig(tensor_parallel_size=ranks, num_replicas=replicas),
         timeouts=TimeoutConfig.model_validate(timeouts or {}),
+        recovery=RecoveryConfig(restart=restart),
         keep_alive=keep_alive,
     )
 

@@ -178,9 +178,10 @@ def test_no_actor_call_lies_on_the_path_of_a_token(shell: RayShell) -> None:
         for kept in ("ping", "stats", "accounting"):
             calls.pop(kept, None)
         assert calls == ({"post": 2} if new.rank == 0 else {})
-        # A report tells the controller of sealed blocks and ended requests, not of tokens.
+        # A report tells the controller of sealed blocks, first tokens and ended requests, and of
+        # no other token.
         num_reports = new.num_reports - old.num_reports
-        assert num_reports <= (2 * (max_tokens // 16) + 2 if new.rank == 0 else 0)
+        assert num_reports <= (2 * (max_tokens // 16 + 2) if new.rank == 0 else 0)
 
 
 def test_what_runs_a_step_does_not_know_ray() -> None:

@@ -1,11 +1,12 @@
-"""Death and silence of a rank end its requests with a clear error, and leave nothing behind."""
+"""A rank that is killed or stopped takes its gang with it, and no token of any stream."""
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from ray_harness import (
@@ -23,59 +24,103 @@ from ray_harness import (
 from rayserve_cluster.ray_shell import RayShell
 from rayserve_paged.core.controller_messages import Rejected, SubmitRequest
 from rayserve_paged.core.errors import NoReplicaError
-from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.stream_update import StreamUpdate
+from rayserve_paged.inprocess import InProcessShell
 
 pytestmark = pytest.mark.ray
 
 
 @contextlib.contextmanager
 def running(
-    name: str, address: str, timeouts: dict[str, float] | None = None
+    name: str, address: str, timeouts: dict[str, float] | None = None, *, restart: bool = True
 ) -> Iterator[RayShell]:
-    shell = RayShell(deployment_config(name, ranks=2, timeouts=timeouts), address)
+    config = deployment_config(name, ranks=2, timeouts=timeouts, restart=restart)
+    shell = RayShell(config, address)
     try:
         yield shell
     finally:
         shell.shutdown()
 
 
+def sampled(one: Request) -> Request:
+    return dataclasses.replace(one, params=dataclasses.replace(one.params, temperature=1.0, seed=3))
+
+
+def four_requests(max_tokens: int) -> list[Request]:
+    """Two that are greedy, and two that are drawn."""
+    requests = [request(f"d{i}", prompt, max_tokens) for i, prompt in enumerate(prompts(4))]
+    return [*requests[:2], *map(sampled, requests[2:])]
+
+
+def undisturbed(requests: Sequence[Request]) -> list[list[int]]:
+    oracle = InProcessShell(deployment_config("oracle"))
+    try:
+        return [tokens(updates) for updates in asyncio.run(read_all(oracle, requests))]
+    finally:
+        oracle.shutdown()
+
+
+async def read_and_kill(
+    shell: RayShell, requests: Sequence[Request], victim: int, sent: signal.Signals
+) -> tuple[list[list[StreamUpdate]], float]:
+    """Kill a process in the middle of some streams; returns these, and what was left after it."""
+    reading = asyncio.create_task(read_all(shell, requests))
+    while not any(ledger.unique_live_tokens for _, ledger in await shell.accounting()):
+        await asyncio.sleep(0.01)
+    killed_at = time.monotonic()
+    os.kill(victim, sent)
+    streams = await reading
+    return streams, time.monotonic() - killed_at
+
+
 @pytest.mark.parametrize("rank", [1, 0])
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_its_requests_with_an_error_that_names_it(
+def test_b71_a_lost_rank_costs_no_token_and_its_gang_is_started_again(
     cluster: str, kill: signal.Signals, rank: int
 ) -> None:
     name = f"death-{kill.name}-{rank}"
     segments = shared_memory()
+    requests = four_requests(300)
     with running(name, cluster) as shell:
         ranks = asyncio.run(shell.stats()).ranks
-        victim = ranks[rank].pid
-
-        async def read_and_kill() -> tuple[list[tuple[FinishReason | None, str | None]], float]:
-            requests = [request(f"d{i}", prompt, 3000) for i, prompt in enumerate(prompts(4))]
-            reading = asyncio.create_task(read_all(shell, requests))
-            while not any(ledger.unique_live_tokens for _, ledger in await shell.accounting()):
-                await asyncio.sleep(0.01)
-            killed_at = time.monotonic()
-            os.kill(victim, kill)
-            async with asyncio.timeout(60.0):
-                streams = await reading
-            took_s = time.monotonic() - killed_at
-            return [(updates[-1].finish, updates[-1].error) for updates in streams], took_s
-
-        ends, took_s = asyncio.run(read_and_kill())
-        print(f"{kill.name} of rank {rank}: told after {took_s:.2f} s: {ends[0][1]}")
-        assert [finish for finish, _ in ends] == [FinishReason.ERROR] * 4
-        assert all(error is not None and f"rank {rank}" in error for _, error in ends)
-
-        # The whole gang goes, and with it the room it held.
+        streams, took_s = asyncio.run(read_and_kill(shell, requests, ranks[rank].pid, kill))
+        print(f"{kill.name} of rank {rank}: all read {took_s:.2f} s later")
+        assert [updates[-1].finish for updates in streams] == [FinishReason.LENGTH] * 4
+        assert [tokens(updates) for updates in streams] == undisturbed(requests)
+        # The whole gang goes, and the next one is in its place.
         wait_for(lambda: not any(is_running(one.pid) for one in ranks), "the end of all ranks")
-        wait_for(lambda: holdings(name) == ["controller"], "an empty cluster")
+        assert dict(asyncio.run(shell.status()).replicas) == {"r0": 1}
+        assert holdings(name) == [
+            "controller",
+            "r0.1.rank0",
+            "r0.1.rank1",
+            f"rayserve-paged.{name}/r0.1",
+        ]
+        ((_, ledger),) = asyncio.run(shell.accounting())
+        assert ledger.num_held_blocks == 0
+        assert ledger.num_free_blocks + ledger.num_cached_blocks == 256
+    assert holdings(name) == []
+    wait_for(lambda: shared_memory() <= segments, "the end of all segments")
+
+
+def test_where_none_is_started_again_requests_end_with_an_error_that_names_the_rank(
+    cluster: str,
+) -> None:
+    with running("mortal", cluster, restart=False) as shell:
+        ranks = asyncio.run(shell.stats()).ranks
+        killed = read_and_kill(shell, four_requests(3000), ranks[1].pid, signal.SIGKILL)
+        streams, _took_s = asyncio.run(killed)
+        ends = [updates[-1] for updates in streams]
+        assert [end.finish for end in ends] == [FinishReason.ERROR] * 4
+        assert all(end.error is not None and "rank 1" in end.error for end in ends)
+
+        wait_for(lambda: not any(is_running(one.pid) for one in ranks), "the end of all ranks")
+        wait_for(lambda: holdings("mortal") == ["controller"], "an empty cluster")
         answer = asyncio.run(shell.submit(SubmitRequest(request("late", [1], 4))))
         assert isinstance(answer, Rejected)
         assert isinstance(answer.error, NoReplicaError)
-        assert f"rank {rank}" in str(answer.error)
-    assert holdings(name) == []
-    wait_for(lambda: shared_memory() <= segments, "the end of all segments")
+        assert "rank 1" in str(answer.error)
 
 
 @pytest.mark.slow
