@@ -3,13 +3,17 @@
 The numbers are the cases' own.
 """
 
+import dataclasses
 import time
 from typing import cast
 
+import numpy as np
 import pytest
 from sim_harness import make_spec, make_workload, simulate
 
+from rayserve_paged.core.controller_messages import LoseReplica, Placed, SubmitRequest
 from rayserve_paged.core.event_log import (
+    CONTROLLER,
     LogEntry,
     LoggedEvent,
     LoggedStart,
@@ -19,6 +23,7 @@ from rayserve_paged.core.event_log import (
 from rayserve_paged.core.replay import new_replica
 from rayserve_paged.core.replica_messages import ReplicaEvent
 from rayserve_paged.sim.cluster import Cluster
+from rayserve_paged.sim.faults import DisturbMessages, FaultPlan, KillReplica, Partition
 from rayserve_paged.sim.requests import SimRequest
 from rayserve_paged.sim.token_streams import Segment
 
@@ -81,3 +86,51 @@ def test_b117_a_replica_whose_clock_is_5_s_ahead_does_the_same() -> None:
             num_commands += len(commands)
     assert num_commands > 100
     assert ahead.accounting() == right.accounting()
+
+
+def test_b77_a_dead_replica_gets_nothing_and_one_that_was_out_of_reach_is_taken_back() -> None:
+    # 100 requests a second on r0, r1 and r2 of the case's A, B and C. What looks like a failure of
+    # C is that of the link to one of its consumers, which holds it for lost.
+    requests = [
+        SimRequest(0.01 * number, (Segment(number, 40),), 8, seed=number) for number in range(2500)
+    ]
+    plan = FaultPlan(
+        faults=(
+            KillReplica(at_s=4.0, replica="r0"),
+            Partition(from_s=8.0, until_s=11.0, places=("r1",)),
+            DisturbMessages(from_s=13.0, until_s=23.0, ends=("c0", "r2"), lost=1.0),
+        )
+    )
+    spec = dataclasses.replace(
+        make_spec(num_replicas=3, num_blocks=2000, max_num_seqs=64), start_s=1000.0
+    )
+    placed: dict[str, list[float]] = {"r0": [], "r1": [], "r2": []}
+    first_error_s: dict[str, float] = {}
+    now = 0.0
+
+    def record(entry: LogEntry) -> None:
+        nonlocal now
+        if entry.machine != CONTROLLER or isinstance(entry, LoggedStart):
+            return
+        if isinstance(entry, LoggedEvent):
+            now = entry.now
+            match entry.event:
+                case SubmitRequest(lost_at=(replica_id, _)) | LoseReplica(replica_id):
+                    first_error_s.setdefault(replica_id, now)
+            return
+        for command in entry.commands:
+            if isinstance(command, Placed):
+                placed[command.replica_id].append(now)
+
+    cluster = Cluster(spec, record, plan=plan)
+    report = cluster.run(requests)
+    assert report.num_output_tokens == 2500 * 8
+    assert 4.0 <= first_error_s["r0"] <= 5.0
+    assert max(placed["r0"]) <= first_error_s["r0"]
+    back = [at for at in placed["r1"] if at >= 11.0]
+    assert back[0] <= 11.0 + 5.0
+    assert len(back) > 300
+    # It was held for lost, and was back as soon as it had answered the controller.
+    assert first_error_s["r2"] >= 13.0
+    assert max(np.diff(placed["r2"])) < 1.0
+    assert dict(cluster.controller.controller.replicas) == {"r1": 0, "r2": 0}
