@@ -1,12 +1,14 @@
 """`rayserve-paged chaos`: random faults, and whether anything that must hold is broken by them."""
 
 import concurrent.futures
+import dataclasses
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,10 +20,25 @@ from rayserve_paged.core.errors import InvalidInputError
 if TYPE_CHECKING:
     from rayserve_paged.experiments.chaos_case import ChaosCase
     from rayserve_paged.experiments.chaos_seeds import Verdict
+    from rayserve_paged.experiments.kill_times import KillTimes
     from rayserve_paged.sim.faults import FaultPlan
 
 _Simulate = Annotated[bool, typer.Option("--simulate", help="On a simulated cluster.")]
-_Seeds = Annotated[str, typer.Option(help="A..B, both included, or one seed.", metavar="A..B")]
+_Live = Annotated[
+    bool, typer.Option("--live", help="On a Ray cluster, whose processes are killed as it serves.")
+]
+_Seeds = Annotated[
+    str | None,
+    typer.Option(
+        help="A..B, both included, or one seed; live: one, or none for 0.", metavar="A..B"
+    ),
+]
+_Model = Annotated[str, typer.Option(help="Live: the model that is served.")]
+_Kills = Annotated[int, typer.Option(help="Live: how many ranks are killed or stopped.", min=1)]
+_ControllerEvery = Annotated[
+    int, typer.Option(help="Live: every so many-th kill is the controller's; 0: none.", min=0)
+]
+_Address = Annotated[str | None, typer.Option(help="Live: a Ray cluster; absent: start one.")]
 _Plan = Annotated[
     Path | None, typer.Option(help="A fault plan in YAML or JSON in place of the seed's own.")
 ]
@@ -35,18 +52,31 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def chaos(
-    seeds: _Seeds,
+    seeds: _Seeds = None,
     simulate: _Simulate = False,
+    live: _Live = False,
+    model: _Model = "fingerprint",
+    kills: _Kills = 20,
+    kill_controller_every: _ControllerEvery = 0,
+    address: _Address = None,
     plan: _Plan = None,
     requests: _Requests = None,
     jobs: _Jobs = None,
     as_json: _Json = False,
 ) -> None:
-    """Run random workloads with random faults on the fingerprint model; check every stream and
-    every ledger. Ends with status 1 where something does not hold.
+    """Run random workloads with random faults; check every stream and every ledger. Ends with
+    status 1 where something does not hold.
     """
-    if not simulate:
-        raise InvalidInputError("--simulate", simulate, "to be set: faults are simulated so far")
+    if simulate == live:
+        raise InvalidInputError("--simulate", simulate, "one of --simulate and --live")
+    if live:
+        if plan is not None or requests is not None:
+            given = "--plan" if plan is not None else "--requests"
+            raise InvalidInputError(given, plan or requests, "nothing with --live")
+        _chaos_live(seeds or "0", model, kills, kill_controller_every, address, as_json=as_json)
+        return
+    if seeds is None:
+        raise InvalidInputError("--seeds", seeds, "A..B with 0 <= A <= B, or one seed")
     first, last = _range(seeds)
     if jobs is not None and jobs < 1:
         raise InvalidInputError("--jobs", jobs, "at least 1")
@@ -85,6 +115,59 @@ def chaos(
         )
     if bad:
         raise typer.Exit(1)
+
+
+def _chaos_live(
+    seeds: str,
+    model: str,
+    kills: int,
+    kill_controller_every: int,
+    address: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    from rayserve_paged.experiments.live_chaos import LiveChaosConfig, run_live_chaos
+
+    seed, last = _range(seeds)
+    if seed != last:
+        raise InvalidInputError("--seeds", seeds, "one seed with --live")
+    verdict = run_live_chaos(
+        LiveChaosConfig(
+            model=model,
+            num_kills=kills,
+            kill_controller_every=kill_controller_every,
+            seed=seed,
+            address=address,
+        )
+    )
+    if as_json:
+        print(json.dumps(dataclasses.asdict(verdict)))
+    else:
+        for number, kill in enumerate(verdict.kills, 1):
+            print(f"{number:3}. {kill}")
+        for problem in verdict.problems:
+            print(f"broken: {problem}")
+        print(
+            f"{len(verdict.kills)} kills, {len(verdict.problems)} problems; "
+            f"{verdict.num_requests:,} requests with {verdict.num_tokens:,} tokens, "
+            f"{verdict.num_recovered:,} of them on a replica that was killed"
+        )
+        print(f"medians: {_medians(verdict.kills)}")
+    if verdict.problems:
+        raise typer.Exit(1)
+
+
+def _medians(kills: "Sequence[KillTimes]") -> str:
+    figures = {
+        "noticed": [kill.detect_s for kill in kills if kill.detect_s is not None],
+        "started again": [kill.restart_s for kill in kills if kill.restart_s is not None],
+        "went on": [one_s for kill in kills for one_s in kill.continue_s],
+    }
+    return ", ".join(
+        f"{name} after {statistics.median(times):.2f} s (the last after {max(times):.2f} s)"
+        for name, times in figures.items()
+        if times
+    )
 
 
 def _range(seeds: str) -> tuple[int, int]:
