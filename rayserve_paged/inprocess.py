@@ -238,6 +238,8 @@ class InProcessShell:
                         answer = command
                     case ReplicaLost():
                         self._tell(command)
+                    case StopReplica() | StartReplica() if self._is_down.is_set():
+                        pass  # All are stopped by who took it down; at exit no thread starts.
                     case StopReplica(replica_id, incarnation, reason):
                         if (gang := self._gang(replica_id, incarnation)) is not None:
                             # From a thread that is none of its own, since it waits for them.

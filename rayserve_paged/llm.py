@@ -1,6 +1,8 @@
 """LLM, the offline API: prompts in, outputs or streams out, for scripts and notebooks."""
 
+import atexit
 import concurrent.futures
+import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +42,8 @@ _ONE_TOKEN: Final = SamplingParams(max_tokens=1)
 class LLM:
     """A deployment of one model, and a reader of it.
 
-    Starts replicas in the constructor and ends them in `close`; best used as a context manager.
+    Starts replicas in the constructor and ends them in `close`, at the latest when the interpreter
+    exits; best used as a context manager.
     All methods may be called from any thread, also where an asyncio loop runs (a notebook): the
     reader has a thread of its own.
 
@@ -159,8 +162,10 @@ class LLM:
         except BaseException:
             self._deployment.shutdown()
             raise
-        self._thread = LoopThread(f"rayserve-paged {config.name}")
+        self._thread = LoopThread(f"rayserve-paged {config.name}", self._closed_error)
         self._closed = False
+        # Ranks that still compute when the interpreter ends would abort it.
+        atexit.register(self.close)
 
     @property
     def limits(self) -> ModelLimits:
@@ -207,8 +212,8 @@ class LLM:
             options: How requests are served: for all, or one for each; `RequestOptions()` by
                 default.
             raise_on_error: Raise when a request failed. Where False, its output has `error` set.
-            on_output: Called in this LLM's thread with each output as soon as it is there. It
-                must not call this LLM; what it raises ends the call, and the other requests.
+            on_output: Called in the caller's thread with each output as soon as it is there; what
+                it raises ends the call, and the other requests.
             lists: Single fields of the options, each one value for all prompts or a list with one
                 for each: `request_ids`, `priorities`, `tenants`, `scopes` (a `RequestScope` for
                 salt and adapter), `windows`, `num_sink_tokens`, `retention` (a tuple for all, a
@@ -224,7 +229,12 @@ class LLM:
         """
         self._check_open()
         jobs = self._jobs(prompts, params, options, lists)
-        outputs = self._thread.call(self._front_end.complete(jobs, on_output))
+        if on_output is None:
+            outputs = self._thread.call(self._front_end.complete(jobs))
+        else:
+            outputs = self._thread.call_reporting(
+                functools.partial(self._front_end.complete, jobs), on_output
+            )
         failed = [output for output in outputs if output.error is not None]
         if failed and raise_on_error:
             reason = failed[0].error or ""
@@ -359,15 +369,21 @@ class LLM:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         try:
             self._thread.call(self._front_end.close())
         finally:
-            self._thread.stop()
-            self._deployment.shutdown()
+            try:
+                self._thread.stop()
+            finally:
+                self._deployment.shutdown()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise DeploymentError(self.config.name, "this LLM is closed")
+            raise self._closed_error()
+
+    def _closed_error(self) -> DeploymentError:
+        return DeploymentError(self.config.name, "this LLM is closed")
 
     def __enter__(self) -> Self:
         return self
