@@ -366,7 +366,7 @@ def test_the_command_answers_as_a_process_of_its_own() -> None:
 
 
 def test_a_refusal_as_a_process_has_no_traceback() -> None:
-    command = [sys.executable, "-m", "rayserve_paged.cli", "generate", "--model", "no-such-model"]
+    command = [sys.executable, "-m", "rayserve_paged", "generate", "--model", "no-such-model"]
     ended = subprocess.run([*command, "--prompt", "x"], capture_output=True, text=True)
     assert ended.returncode == 2
     assert ended.stdout == ""
