@@ -34,14 +34,15 @@ from rayserve_paged.core.attention_window import (
 )
 from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.config import BatchConfig, QueuePolicy
-from rayserve_paged.core.errors import CapacityError, InvalidInputError
-from rayserve_paged.core.ids import BlockKey, Incarnation, RequestId
+from rayserve_paged.core.errors import CapacityError, InvalidInputError, PinLimitError
+from rayserve_paged.core.ids import BlockKey, Incarnation, PinId, RequestId
 from rayserve_paged.core.request import FinishReason, Request, admit
 from rayserve_paged.core.sequence import Phase, SequenceState
 from rayserve_paged.core.step_messages import StepPlan
 
 POLICIES: tuple[QueuePolicy, ...] = get_args(QueuePolicy)
 VOCAB_SIZE = 23
+PIN_IDS = (PinId("a"), PinId("b"))
 LAYER_GROUPS = (
     ONE_FULL_GROUP,
     ONE_FULL_GROUP,
@@ -67,6 +68,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.operations: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
         self.requests = TrackedRequests(self.events)
+        # Of each pin its keys, tokens and windows, and how many tokens it keeps.
+        self.pinned: dict[PinId, tuple[list[BlockKey], int, tuple[AttentionWindow, ...], int]] = {}
 
     @initialize(
         num_blocks=st.sampled_from([8, 6, 5, 10, 16, 24, 3]),
@@ -79,6 +82,7 @@ class LedgerMachine(RuleBasedStateMachine):
         partial_reuse=st.booleans(),
         layer_groups=st.sampled_from(LAYER_GROUPS),
         policy=st.sampled_from(POLICIES),
+        max_pinned_blocks=st.sampled_from([0, 2, 4]),
     )
     def start(
         self,
@@ -92,8 +96,9 @@ class LedgerMachine(RuleBasedStateMachine):
         partial_reuse: bool,
         layer_groups: tuple[AttentionWindow, ...],
         policy: QueuePolicy,
+        max_pinned_blocks: int,
     ) -> None:
-        self.limits = make_limits(
+        limits = make_limits(
             num_blocks,
             block_size,
             VOCAB_SIZE,
@@ -101,6 +106,9 @@ class LedgerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             layer_groups=layer_groups,
         )
+        # What is left holds a token in each layer group.
+        max_pinned_blocks = min(max_pinned_blocks, num_blocks - len(layer_groups))
+        self.limits = dataclasses.replace(limits, max_pinned_blocks=max_pinned_blocks)
         self.scope = make_scope(block_size)
         batch = BatchConfig(
             max_num_seqs=max_num_seqs,
@@ -158,7 +166,7 @@ class LedgerMachine(RuleBasedStateMachine):
     ) -> None:
         limits = self.limits
         num_samples = min(num_samples, limits.max_num_seqs)
-        most = limits.num_blocks // len(limits.layer_groups) * limits.block_size
+        most = limits.num_usable_blocks // len(limits.layer_groups) * limits.block_size
         num_prompt = min(num_prompt, most)
         max_tokens = min(max_tokens, most - num_prompt + 1)
         request = make_request(
@@ -360,9 +368,43 @@ class LedgerMachine(RuleBasedStateMachine):
         self.kv.close(table)
         self.operations["evict"] += 1
 
+    @rule(
+        name=st.sampled_from(PIN_IDS),
+        story=st.sampled_from(STORIES),
+        num_tokens=st.integers(1, 16),
+        scope=st.sampled_from(SCOPES),
+    )
+    def pin(
+        self, name: PinId, story: tuple[int, ...], num_tokens: int, scope: RequestScope
+    ) -> None:
+        """Keep what is computed of a prefix, or let go of what was kept under this name."""
+        pins = self.replica.pins
+        if name in pins.tables:
+            pins.unpin(name)
+            self.operations["unpin"] += 1
+            return
+        keys = self.oracle.beam(story[:num_tokens], num_tokens, scope).keys
+        keys = keys[: num_tokens // self.limits.block_size]
+        windows = scope.windows(self.limits.layer_groups)
+        num_pinned, num_held = pins.num_blocks, self.kv.pool.num_held
+        try:
+            num_kept = pins.pin(name, keys, num_tokens, windows)
+        except PinLimitError as error:
+            num_new = error.num_blocks
+        else:
+            assert num_kept <= num_tokens
+            assert (name in pins.tables) == (num_kept > 0)
+            if num_kept:
+                self.pinned[name] = (keys, num_tokens, windows, num_kept)
+                self.operations["pin"] += 1
+            return
+        assert num_pinned + num_new > self.limits.max_pinned_blocks
+        assert (pins.num_blocks, self.kv.pool.num_held) == (num_pinned, num_held)
+
     @rule()
     def reset(self) -> None:
         """Have nothing matched any more that was computed before, or is on the blocks held now."""
+        self.replica.pins.clear()
         self.batcher.reset_cache()
         self.keys.follow_changes()
         assert not self.keys.matchable
@@ -380,6 +422,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.keys.check()
 
     @invariant()
+    def what_is_pinned_is_found(self) -> None:
+        for name in self.replica.pins.tables:
+            keys, num_tokens, windows, num_kept = self.pinned[name]
+            lengths = [len(self.kv.match(keys, num_tokens + more, windows)) for more in (0, 1)]
+            assert max(lengths) * self.limits.block_size >= num_kept
+
+    @invariant()
     def every_sequence_knows_its_tokens(self) -> None:
         for sequence in self.batcher.running:
             tracked = self.tracked[sequence.request.request_id]
@@ -395,11 +444,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def check(self) -> None:
         self.the_ledger_agrees_with_its_holders()
         self.a_key_names_a_block_that_holds_what_was_hashed()
+        self.what_is_pinned_is_found()
         self.every_sequence_knows_its_tokens()
         self.slots_that_can_be_copied_hold_what_is_said_of_them()
 
     def drain(self) -> None:
-        """Run to the end of all that was submitted."""
+        """Run to the end of all that was submitted, whatever is pinned."""
         for _ in range(10000):
             self.plan()
             if not self.flights:
@@ -409,6 +459,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not self.tracked, "a request never ends"
         assert not self.batcher.running
         assert not self.batcher.retiring
+        self.replica.pins.clear()
         assert self.kv.pool.num_held == 0
         assert self.kv.pool.num_available == self.limits.num_blocks
         assert self.batcher.num_queried_tokens == self.keys.num_queried

@@ -3,13 +3,13 @@
 import argparse
 import random
 
-from ledger_machine import LAYER_GROUPS, POLICIES, LedgerMachine
+from ledger_machine import LAYER_GROUPS, PIN_IDS, POLICIES, LedgerMachine
 from ledger_requests import ENDINGS, SCOPES, STORIES
 
 REPLAY = "replay it: python tests/core/ledger_walk.py --seed {seed} --operations {num_operations}"
 
 
-def walk(seed: int, num_operations: int) -> LedgerMachine:
+def walk(seed: int, num_operations: int, *, with_pins: bool = True) -> LedgerMachine:
     """Walk further than Hypothesis does, by the same rules; raises where anything is broken."""
     draw = random.Random(seed)
     machine = LedgerMachine()
@@ -24,6 +24,7 @@ def walk(seed: int, num_operations: int) -> LedgerMachine:
         partial_reuse=draw.random() < 0.5,
         layer_groups=draw.choice(LAYER_GROUPS),
         policy=draw.choice(POLICIES),
+        max_pinned_blocks=draw.choice([0, 2, 4]) if with_pins else 0,
     )
 
     def submit() -> None:
@@ -69,10 +70,16 @@ def walk(seed: int, num_operations: int) -> LedgerMachine:
     def reset() -> None:
         machine.reset()
 
-    operations = [submit, submit_a_search, machine.plan, commit, cancel, preempt, evict, reset]
+    def pin() -> None:
+        machine.pin(
+            draw.choice(PIN_IDS), draw.choice(STORIES), draw.randint(1, 16), draw.choice(SCOPES)
+        )
+
+    operations = [submit, submit_a_search, machine.plan, commit, cancel, preempt, evict, reset, pin]
+    weights = [5, 1, 20, 20, 1, 2, 1, 0.3, 1 if with_pins else 0]
     num_done = 0
     while num_done < num_operations:
-        draw.choices(operations, [5, 1, 20, 20, 1, 2, 1, 0.3])[0]()
+        draw.choices(operations, weights)[0]()
         if machine.operations.total() > num_done:
             machine.check()
             num_done = machine.operations.total()
@@ -84,6 +91,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Replay one walk.")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--operations", type=int, default=1000)
+    parser.add_argument("--without-pins", action="store_true")
     options = parser.parse_args()
-    done = walk(options.seed, options.operations)
+    done = walk(options.seed, options.operations, with_pins=not options.without_pins)
     print(f"nothing broke: {dict(done.operations)}, which brought {dict(done.events)}")
