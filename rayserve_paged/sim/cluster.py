@@ -41,14 +41,21 @@ from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.sim.consumer_host import ConsumerHost, Watch
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
-from rayserve_paged.sim.executor import Ranks
+from rayserve_paged.sim.executor import Ranks, Unfinished
 from rayserve_paged.sim.faults import FaultPlan, KillController, KillReplica
 from rayserve_paged.sim.faulty_network import FaultyNetwork
 from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.hosts import ControllerHost, ReplicaHost
 from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.network import Network, NetworkSpec, NodeId
-from rayserve_paged.sim.report import LoadLog, ReplicaColumns, RequestLog, SimReport, Totals
+from rayserve_paged.sim.report import (
+    Death,
+    LoadLog,
+    ReplicaColumns,
+    RequestLog,
+    SimReport,
+    Totals,
+)
 from rayserve_paged.sim.requests import SimRequest
 from rayserve_paged.sim.slow_replicas import slowed
 
@@ -148,10 +155,16 @@ class Cluster:
         self.log = RequestLog()
         self._loads = LoadLog()
         self._gaps = LogHistogram()
+        self._unfinished: Unfinished | None = {} if plan.faults else None
+        self._deaths: list[Death] = []
         # Replicas of a node share it where that makes their steps longer.
         self._machines: dict[NodeId, Machine] = {}
         self._num_arrived = 0
-        replica_nodes = self._replica_nodes()
+        self._shared_nodes = self._replica_nodes(spec.ranks_per_node)
+        replica_nodes = self._shared_nodes
+        if plan.disturbs_messages:
+            # A fault names one replica, and its neighbours have messages of their own.
+            replica_nodes = self._replica_nodes(min(spec.tensor_parallel_size, spec.ranks_per_node))
         num_gpu_nodes = max(replica_nodes) + math.ceil(
             spec.tensor_parallel_size / spec.ranks_per_node
         )
@@ -234,8 +247,8 @@ class Cluster:
         self._add_loads()
         return self._report()
 
-    def _replica_nodes(self) -> list[NodeId]:
-        width, per_node = self.spec.tensor_parallel_size, self.spec.ranks_per_node
+    def _replica_nodes(self, per_node: int) -> list[NodeId]:
+        width = self.spec.tensor_parallel_size
         if width >= per_node:
             stride = math.ceil(width / per_node)
             return [NodeId(index * stride) for index in range(self.spec.num_replicas)]
@@ -271,6 +284,7 @@ class Cluster:
         host = self._latest[replica_id]
         if host.stopped is not None:
             return
+        self._deaths.append(Death(self.engine.now, replica_id, silent))
         reason = "its process hangs" if silent else "its process was killed"
         host.stop(reason, silent=silent)
         notice_s = self.spec.timeouts.rank_liveness_s if silent else self.spec.notice_s
@@ -278,13 +292,16 @@ class Cluster:
         self.engine.at(self.engine.now + notice_s, self.controller.take, lost)
 
     def kill_controller(self) -> None:
-        """End the controller's process, and all that it knows."""
+        """End the controller's process, and all that it knows; one that is down stays down."""
+        if not self.controller.is_dead:
+            self._deaths.append(Death(self.engine.now, CONTROLLER, hangs=False))
         self.controller.die()
 
     def restart_controller(self) -> None:
         """Start the controller anew, as its next term; one that lives goes on."""
         if not self.controller.is_dead:
             return
+        self._end_death(CONTROLLER)
         term = Term(self.controller.controller.term + 1)
         self.controller.replace(self._new_controller(term))
 
@@ -313,7 +330,14 @@ class Cluster:
     def _begin_life(self, source: Source) -> None:
         if source in self._starting:
             self._starting.remove(source)
+            self._end_death(source[0])
             self._add_host(self._latest[source[0]].index, source[1]).register()
+
+    def _end_death(self, name: str) -> None:
+        """Note that somebody has taken the place of who died under this name."""
+        for death in self._deaths:
+            if death.name == name and death.back_s is None:
+                death.back_s = self.engine.now
 
     def _stop_life(self, source: Source, reason: str) -> None:
         self._starting.discard(source)
@@ -338,7 +362,7 @@ class Cluster:
         before = self._latest.get(start.replica_id)
         machine = None
         if spec.cost.max_active > 1:
-            machine = self._machines.setdefault(self._nodes[index], Machine())
+            machine = self._machines.setdefault(self._shared_nodes[index], Machine())
         host = ReplicaHost(
             self.engine,
             self.network,
@@ -351,6 +375,7 @@ class Cluster:
             self._record,
             Totals() if before is None else before.totals,
             None if self._make_ranks is None else self._make_ranks(start.replica_id),
+            self._unfinished,
         )
         host.controller = self.controller
         host.consumers = self.controller.consumers
@@ -404,6 +429,7 @@ class Cluster:
             loads=self._loads.columns(),
             replicas=ReplicaColumns(*map(np.array, columns)),
             token_gaps_s=self._gaps,
+            deaths=tuple(self._deaths),
             end_s=self.log.last_end_s,
             num_events=self.engine.num_events,
             num_network_bytes=self.network.num_bytes,

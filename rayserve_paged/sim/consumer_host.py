@@ -86,6 +86,9 @@ class ConsumerHost:
         now = self._engine.now
         match message:
             case Placed(request_id):
+                opened = self._open.get(request_id)
+                if opened is not None:
+                    opened.num_attempts = max(opened.num_attempts, message.attempt + 1)
                 self._hand_out(self.consumer.placed(message, now))
                 source = self.consumer.source(request_id)
                 if source is not None:
@@ -164,11 +167,13 @@ class ConsumerHost:
             if self._watch is not None:
                 self._watch(update, now)
             opened = self._open[update.request_id]
+            if opened.first_token_s is None:
+                # What a later attempt finds is no hit of the request's.
+                opened.num_cached_tokens = update.num_cached_tokens
             if update.token_ids:
                 if opened.first_token_s is None:
                     opened.first_token_s = now
                 opened.num_output_tokens += len(update.token_ids)
-            opened.num_cached_tokens = update.num_cached_tokens
             if update.finish is None:
                 continue
             if update.error is not None:

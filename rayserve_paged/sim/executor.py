@@ -46,6 +46,18 @@ class _Running:
         return float(self.ends_s[self.num_run - 1])
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatestToken:
+    """Of a stream that is in no row: when its latest token was sampled, and how many it had."""
+
+    time_s: float
+    num_outputs: int
+
+
+Unfinished = dict[tuple[int | None, int], LatestToken]
+"""By seed and sibling, the streams that lost their row and may get another one."""
+
+
 class SimulatedExecutor:
     """The ranks of one replica.
 
@@ -58,6 +70,8 @@ class SimulatedExecutor:
         gaps: Takes the time from each token of a stream to its next one.
         machine: Shared with other replicas where that makes steps take longer; else None.
         ranks: What computes the plans when they end; None to sample by seeds alone.
+        unfinished: Shared by all replicas where a stream may go on at another one; None where
+            none can.
     """
 
     def __init__(
@@ -70,9 +84,11 @@ class SimulatedExecutor:
         gaps: LogHistogram,
         machine: Machine | None = None,
         ranks: Ranks | None = None,
+        unfinished: Unfinished | None = None,
     ) -> None:
         self.num_plans = 0
         self.num_steps = 0
+        self.num_computed_tokens = 0
         self.busy_s = 0.0
         self._engine = engine
         self._cost = cost
@@ -92,8 +108,9 @@ class SimulatedExecutor:
         self._token_s = np.full(num_rows, np.nan)
         self._num_outputs = np.zeros(num_rows, np.int64)
         self._row_of: dict[tuple[int | None, int], int] = {}
-        # The time of the latest token of streams that lost their row before they ended.
-        self._left_s: dict[tuple[int | None, int], float] = {}
+        self._unfinished: Unfinished = {} if unfinished is None else unfinished
+        # A stream whose end is lost with its replica goes on as well.
+        self._keeps_ended = unfinished is not None
 
     def run(self, plan: StepPlan) -> None:
         """Run a plan once those before it have ended."""
@@ -129,8 +146,24 @@ class SimulatedExecutor:
         ends[current:] = np.cumsum(seconds)
         self._engine.at(running.due_s, self._end, running, running.due_s)
 
+    def end_steps(self) -> None:
+        """End the plan that is being run with the steps that have ended by now, if any has: as
+        single steps they would have had their results.
+        """
+        running = self._running
+        if running is None:
+            return
+        num_ended = int(np.searchsorted(running.ends_s, self._engine.now, side="right"))
+        if num_ended:
+            running.num_run = min(num_ended, running.num_run)
+            self._end(running, running.due_s)
+
     def stop(self) -> None:
         """Drop all plans: no result comes any more."""
+        for row in range(len(self._starts)):
+            self._leave(row)
+        if self._running is not None:
+            self.busy_s += self._engine.now - self._running.begin_s
         self._is_stopped = True
         self._running = None
         self._queued.clear()
@@ -160,8 +193,10 @@ class SimulatedExecutor:
         if running is not self._running or planned_s != running.due_s:
             return  # It was cut or paced anew, and ends at another time, or was dropped.
         plan, num_run = running.plan, running.num_run
+        self._running = None
         self.num_plans += 1
         self.num_steps += num_run
+        self.num_computed_tokens += int(plan.num_tokens.sum()) * num_run
         self.busy_s += self._engine.now - running.begin_s
         if self._ranks is None:
             result = StepResult(plan.step_id, self._sample(plan, num_run), {}, {})
@@ -170,7 +205,6 @@ class SimulatedExecutor:
         if self._is_stopped:
             return  # The plan has killed the ranks.
         self._note_times(plan, running.ends_s[:num_run])
-        self._running = None
         if self._queued:
             self._begin(self._queued.popleft())
         self._on_finished(result)
@@ -202,33 +236,47 @@ class SimulatedExecutor:
         self._streams[row] = _stream(start, start.sibling)
         self._siblings[row] = start.sibling
         self._num_prompt[row] = start.num_prompt_tokens
-        self._num_outputs[row] = 0
-        left_s = self._left_s.pop((start.params.seed, start.sibling), None)
-        self._token_s[row] = np.nan if left_s is None else left_s
+        latest = self._unfinished.pop((start.params.seed, start.sibling), None)
+        self._num_outputs[row] = 0 if latest is None else latest.num_outputs
+        self._token_s[row] = np.nan if latest is None else latest.time_s
 
     def _leave(self, row: int) -> None:
-        """Forget who was in a row, but for the time of its latest token where more may come."""
+        """Forget who was in a row, but for its latest token where more may come."""
         start = self._starts[row]
         if start is None:
             return
         key = (start.params.seed, start.sibling)
         self._starts[row] = None
         del self._row_of[key]
-        if 0 < self._num_outputs[row] < (start.params.max_tokens or 0):
-            self._left_s[key] = float(self._token_s[row])
+        num_outputs = int(self._num_outputs[row])
+        if num_outputs and (self._keeps_ended or num_outputs < (start.params.max_tokens or 0)):
+            self._unfinished[key] = LatestToken(float(self._token_s[row]), num_outputs)
 
     def _note_times(self, plan: StepPlan, ends_s: FloatArray) -> None:
         indices = plan.sample_indices
         if not len(indices):
             return
         rows = plan.rows[indices]
+        first = plan.num_computed[indices] + plan.num_tokens[indices] - self._num_prompt[rows]
+        # Sampled before, but lost with a replica before their reader had them.
+        num_again = self._num_outputs[rows] - first
+        if (num_again > 0).any():
+            for row, num in zip(rows[num_again > 0], num_again[num_again > 0], strict=True):
+                self._note_row(int(row), ends_s[num:])
+            rows = rows[num_again <= 0]
         waited = ends_s[0] - self._token_s[rows]
         self._gaps.add(waited[~np.isnan(waited)])
         if len(ends_s) > 1:
             self._gaps.add(np.diff(ends_s), len(rows))
         self._token_s[rows] = ends_s[-1]
-        known = plan.num_computed[indices] + plan.num_tokens[indices] + len(ends_s)
-        self._num_outputs[rows] = known - self._num_prompt[rows]
+        self._num_outputs[rows] = first[num_again <= 0] + len(ends_s)
+
+    def _note_row(self, row: int, ends_s: FloatArray) -> None:
+        """Note the new tokens of a row, if there are any."""
+        if len(ends_s):
+            self._gaps.add(np.diff(ends_s, prepend=self._token_s[row]))
+            self._token_s[row] = ends_s[-1]
+            self._num_outputs[row] += len(ends_s)
 
 
 def _stream(start: RowStart, sibling: int) -> int:

@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rayserve_paged.core.errors import InvalidInputError
+
 _Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -119,16 +121,10 @@ class PoisonRequest(_Fault):
     """The token that kills."""
 
 
-Fault = (
-    KillReplica
-    | KillController
-    | DisturbMessages
-    | Partition
-    | SlowReplica
-    | PinBlocks
-    | ResetCaches
-    | PoisonRequest
-)
+ClusterFault = KillReplica | KillController | DisturbMessages | Partition | SlowReplica
+"""What happens to the machines and messages of a cluster, whatever it serves."""
+
+Fault = ClusterFault | PinBlocks | ResetCaches | PoisonRequest
 
 
 class FaultPlan(_Fault):
@@ -156,6 +152,35 @@ class FaultPlan(_Fault):
     def disturbs_messages(self) -> bool:
         """Whether any of it is about messages."""
         return any(isinstance(one, DisturbMessages | Partition) for one in self.faults)
+
+    def check_names(
+        self, field: str, num_replicas: int, num_consumers: int, whose: str = ""
+    ) -> None:
+        """Check that all that it names is in a cluster.
+
+        Args:
+            field: Where the faults stand, for the error.
+            num_replicas: Of the cluster.
+            num_consumers: Of the cluster.
+            whose: Which cluster that is, for the error.
+
+        Raises:
+            InvalidInputError: Something is not.
+        """
+        replicas = [f"r{index}" for index in range(num_replicas)]
+        places = ["any", *replicas, *(f"c{i}" for i in range(num_consumers)), "controller"]
+        for number, fault in enumerate(self.faults):
+            named = {
+                "replica": (getattr(fault, "replica", replicas[0]),),
+                "places": getattr(fault, "places", ()),
+                "ends": getattr(fault, "ends", ()),
+            }
+            for part, names in named.items():
+                known = replicas if part == "replica" else places
+                for name in names:
+                    if name not in known:
+                        accepted = f"one of {', '.join(known)}{whose}"
+                        raise InvalidInputError(f"{field}.{number}.{part}", name, accepted)
 
     def without(self, left_out: Collection[int]) -> "FaultPlan":
         """Return the plan without some of its faults, given by their places in it."""

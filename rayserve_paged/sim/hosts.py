@@ -41,7 +41,7 @@ from rayserve_paged.core.step_messages import StepResult
 from rayserve_paged.sim.consumer_host import ConsumerHost
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
-from rayserve_paged.sim.executor import Ranks, SimulatedExecutor
+from rayserve_paged.sim.executor import Ranks, SimulatedExecutor, Unfinished
 from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.network import Network, NodeId, message_bytes
@@ -63,6 +63,7 @@ class ReplicaHost:
         record: Takes its event log.
         before: What the lives before it did.
         ranks: As `SimulatedExecutor`.
+        unfinished: As `SimulatedExecutor`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ReplicaHost:
         record: Record | None,
         before: Totals,
         ranks: Ranks | None = None,
+        unfinished: Unfinished | None = None,
     ) -> None:
         self.node = node
         self.index = index
@@ -93,6 +95,7 @@ class ReplicaHost:
             gaps,
             machine,
             ranks,
+            unfinished,
         )
         self.controller: ControllerHost | None = None
         self.consumers: dict[str, ConsumerHost] = {}
@@ -124,6 +127,7 @@ class ReplicaHost:
             before.num_queried_tokens + batcher.num_queried_tokens,
             before.num_hit_tokens + batcher.num_hit_tokens,
             before.num_preemptions + batcher.num_preemptions,
+            before.num_computed_tokens + executor.num_computed_tokens,
         )
 
     def take(self, event: ReplicaEvent) -> None:
@@ -150,6 +154,7 @@ class ReplicaHost:
             silent: Its processes hang, or are cut off: no connection breaks.
         """
         if self.stopped is None:
+            self.executor.end_steps()
             self.stopped = reason
             self._is_silent = silent
         elif not silent:

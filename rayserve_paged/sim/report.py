@@ -33,10 +33,11 @@ class RequestColumns:
         end_s: float64, when its last token or its refusal came.
         num_prompt_tokens: int64.
         num_output_tokens: int64, received.
-        num_cached_tokens: int64, prompt tokens taken from the prefix cache.
+        num_cached_tokens: int64, prompt tokens taken from the prefix cache, before its first token.
         is_placed: bool, whether some replica took it.
         replica: int64, index of that replica; 0 where none did.
         finish: int64, index into `FINISHES`.
+        num_attempts: int64, replicas that took it, one after the other as each was lost.
     """
 
     number: LongArray
@@ -49,6 +50,7 @@ class RequestColumns:
     is_placed: BoolArray
     replica: LongArray
     finish: LongArray
+    num_attempts: LongArray
 
     @property
     def ttft_s(self) -> FloatArray:
@@ -81,6 +83,7 @@ class LoadColumns:
         num_waiting: int64, sequences without one.
         num_free_blocks: int64, FREE blocks.
         num_cached_blocks: int64, CACHED blocks.
+        num_held_blocks: int64, the others; of a replica that is down there are none of any kind.
         num_open_slots: int64, slots that sequences hold and that no token is in.
         num_preemptions: int64, so far.
         num_queried_tokens: int64, prompt tokens looked up in the prefix cache so far.
@@ -94,6 +97,7 @@ class LoadColumns:
     num_waiting: LongArray
     num_free_blocks: LongArray
     num_cached_blocks: LongArray
+    num_held_blocks: LongArray
     num_open_slots: LongArray
     num_preemptions: LongArray
     num_queried_tokens: LongArray
@@ -111,6 +115,7 @@ class Totals:
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     num_preemptions: int = 0
+    num_computed_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +129,7 @@ class ReplicaColumns:
         num_queried_tokens: int64, prompt tokens looked up in the prefix cache.
         num_hit_tokens: int64, those that were found.
         num_preemptions: int64.
+        num_computed_tokens: int64, tokens whose KV was computed, in steps that ended.
     """
 
     num_plans: LongArray
@@ -132,6 +138,24 @@ class ReplicaColumns:
     num_queried_tokens: LongArray
     num_hit_tokens: LongArray
     num_preemptions: LongArray
+    num_computed_tokens: LongArray
+
+
+@dataclasses.dataclass(slots=True)
+class Death:
+    """Processes that were killed, or hung.
+
+    Args:
+        time_s: When.
+        name: Of the replica, or "controller".
+        hangs: Whether they hung.
+        back_s: When others had taken their place; None where they had not by the end.
+    """
+
+    time_s: float
+    name: str
+    hangs: bool
+    back_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +167,9 @@ class SimReport:
         errors: Why a request failed or was refused, by its number.
         loads: Of the replicas over time.
         replicas: One row for each replica.
-        token_gaps_s: Time from each token to the next of its stream, as the replica samples them.
+        token_gaps_s: Time from each token to the next of its stream, as the replicas sample them;
+            where a stream went on at another one, the pause is one of them.
+        deaths: In their order.
         end_s: When the last request ended.
         num_events: Events of the engine.
         num_network_bytes: Carried between nodes or within one.
@@ -154,6 +180,7 @@ class SimReport:
     loads: LoadColumns
     replicas: ReplicaColumns
     token_gaps_s: LogHistogram
+    deaths: tuple[Death, ...]
     end_s: float
     num_events: int
     num_network_bytes: int
@@ -194,7 +221,7 @@ class LoadLog:
             batcher: Its batcher; None while it is down.
             totals: What its lives did so far.
         """
-        state = (0, 0, 0, 0, 0)
+        state = (0, 0, 0, 0, 0, 0)
         if batcher is not None:
             pool = batcher.kv.pool
             state = (
@@ -202,6 +229,7 @@ class LoadLog:
                 batcher.num_waiting,
                 pool.num_free,
                 pool.num_cached,
+                pool.num_held,
                 batcher.num_open_slots,
             )
         self._times.append(now)
@@ -245,6 +273,7 @@ class RequestLog:
                 request.replica is not None,
                 request.replica or 0,
                 FINISHES.index(finish),
+                request.num_attempts,
             )
         )
         self.num_ended += 1
@@ -253,10 +282,11 @@ class RequestLog:
     def columns(self) -> RequestColumns:
         """Return all rows."""
         arrival, first, end = np.array(self._times).reshape(-1, 3).T
-        counts = np.array(self._counts, np.int64).reshape(-1, 7)
-        number, prompt, output, cached, is_placed, replica, finish = counts.T
+        counts = np.array(self._counts, np.int64).reshape(-1, 8)
+        number, prompt, output, cached, is_placed, replica, finish, attempts = counts.T
+        lengths = prompt, output, cached
         return RequestColumns(
-            number, arrival, first, end, prompt, output, cached, is_placed > 0, replica, finish
+            number, arrival, first, end, *lengths, is_placed > 0, replica, finish, attempts
         )
 
 
@@ -273,6 +303,7 @@ class OpenRequest:
         num_cached_tokens: Prompt tokens from the prefix cache.
         replica: Index of the replica that serves it; None where none does.
         num_samples: Streams that have not ended.
+        num_attempts: Replicas that took it so far.
     """
 
     number: int
@@ -283,3 +314,4 @@ class OpenRequest:
     num_cached_tokens: int = 0
     replica: int | None = None
     num_samples: int = 1
+    num_attempts: int = 0
