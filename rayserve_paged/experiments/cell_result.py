@@ -1,4 +1,4 @@
-"""What a run leaves: four tables and a few facts, kept in a folder that is written at once.
+"""What a run leaves: five tables and a few facts, kept in a folder that is written at once.
 
 The columns are described in docs/experiments.md.
 """
@@ -8,17 +8,17 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 import polars as pl
 
 from rayserve_paged.sim.histogram import LogHistogram
-from rayserve_paged.sim.report import FINISHES, RequestColumns
+from rayserve_paged.sim.report import FINISHES, Death, RequestColumns
 
 FACTS: Final = "facts.json"
-TABLES: Final = ("requests", "loads", "replicas", "gaps")
+TABLES: Final = ("requests", "loads", "replicas", "gaps", "deaths")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +30,7 @@ class CellResult:
         loads: The state of each replica at the ticks of a clock; a row holds until the next.
         replicas: One row for each replica.
         gaps: How often there was which time from a token to the next of its stream.
+        deaths: One row for each time that a replica or the controller died.
         facts: Of the run as a whole, the same whenever a simulated one is run.
         effort: What it took to run it, which is not.
     """
@@ -38,6 +39,7 @@ class CellResult:
     loads: pl.DataFrame
     replicas: pl.DataFrame
     gaps: pl.DataFrame
+    deaths: pl.DataFrame
     facts: Mapping[str, float | int | str | None]
     effort: Mapping[str, float]
 
@@ -58,6 +60,7 @@ def requests_frame(columns: RequestColumns, errors: Mapping[int, str]) -> pl.Dat
             "num_cached_tokens": columns.num_cached_tokens,
             "replica": columns.replica,
             "is_placed": columns.is_placed,
+            "num_attempts": columns.num_attempts,
             "finish": pl.Series([FINISHES[index].value for index in columns.finish], dtype=pl.Utf8),
             "error": pl.Series(
                 [errors.get(number) for number in columns.number.tolist()], dtype=pl.Utf8
@@ -78,6 +81,16 @@ def gaps_frame(gaps: LogHistogram) -> pl.DataFrame:
     """Return one row for each bin of a histogram that holds any."""
     middles, counts = gaps.nonzero()
     return pl.DataFrame({"gap_s": middles, "count": counts})
+
+
+def deaths_frame(deaths: Iterable[Death]) -> pl.DataFrame:
+    """Return one row for each death, in their order."""
+    rows = [
+        {"time_s": one.time_s, "died": one.name, "hangs": one.hangs, "back_s": one.back_s}
+        for one in deaths
+    ]
+    types = {"time_s": pl.Float64, "died": pl.Utf8, "hangs": pl.Boolean, "back_s": pl.Float64}
+    return pl.DataFrame(rows, schema=types)
 
 
 def save(result: CellResult, folder: Path) -> None:

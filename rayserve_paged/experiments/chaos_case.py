@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.config import BatchConfig, PlacementPolicy, RecoveryConfig
-from rayserve_paged.core.errors import InvalidInputError, PagedError
+from rayserve_paged.core.errors import PagedError
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
 from rayserve_paged.core.request import ModelLimits, Request, admit
 from rayserve_paged.core.sampling_params import SamplingParams
@@ -126,20 +126,7 @@ def with_plan(case: ChaosCase, plan: FaultPlan) -> ChaosCase:
     Raises:
         InvalidInputError: They name a place that the case does not have.
     """
-    replicas = [f"r{i}" for i in range(case.num_replicas)]
-    places = ["any", *replicas, *(f"c{i}" for i in range(case.num_consumers)), "controller"]
-    for number, fault in enumerate(plan.faults):
-        named = {
-            "replica": (getattr(fault, "replica", replicas[0]),),
-            "places": getattr(fault, "places", ()),
-            "ends": getattr(fault, "ends", ()),
-        }
-        for field, names in named.items():
-            known = replicas if field == "replica" else places
-            for name in names:
-                if name not in known:
-                    accepted = f"one of {', '.join(known)} with seed {case.seed}"
-                    raise InvalidInputError(f"faults.{number}.{field}", name, accepted)
+    plan.check_names("faults", case.num_replicas, case.num_consumers, f" with seed {case.seed}")
     return dataclasses.replace(case, plan=plan)
 
 

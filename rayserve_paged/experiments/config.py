@@ -5,14 +5,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from rayserve_paged.core.config import DeploymentConfig, ModelConfig
+from rayserve_paged.sim.faults import ClusterFault
 from rayserve_paged.sim.synthetic import SyntheticWorkload
 
 Mode = Literal["simulate", "live"]
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
@@ -71,6 +80,30 @@ class LiveConfig(_Section):
     """Ray cluster to join, "auto" for this machine's; absent: start one."""
 
 
+class FailuresConfig(_Section):
+    """What goes wrong in a simulated run, and how long it takes to start anew what has died."""
+
+    plan: tuple[Annotated[ClusterFault, Field(discriminator="kind")], ...] = ()
+    """Faults at given times, as in the plans of docs/chaos.md."""
+    replica_life_s: _Positive | None = None
+    """Each replica dies again and again, after lives of this length on average: exponential, and
+    drawn from the seed; as long as requests come. None for never."""
+    controller_life_s: _Positive | None = None
+    """The same for the controller."""
+    controller_down_s: _NotNegative = 2.0
+    """How long it then takes until another one takes its place."""
+    start_s: _NotNegative = 30.0
+    """How long a replica takes to start again: processes, then weights."""
+    notice_s: _NotNegative = 0.5
+    """After which the controller notices that a replica's process is gone; that it hangs is
+    noticed after `timeouts.rank_liveness_s`."""
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether anything dies at random."""
+        return (self.replica_life_s, self.controller_life_s) != (None, None)
+
+
 class CellConfig(DeploymentConfig):
     """All settings of one run: a deployment, its load, and what serves it.
 
@@ -83,14 +116,26 @@ class CellConfig(DeploymentConfig):
     workload: WorkloadConfig
     simulation: SimulationConfig = SimulationConfig()
     live: LiveConfig = LiveConfig()
+    failures: FailuresConfig = FailuresConfig()
     sample_every_s: _Positive = 1.0
     """How often the state of the replicas is taken down."""
 
-    @model_validator(mode="after")
-    def _ends(self) -> Self:
-        if self.keep_alive:
+    @field_validator("keep_alive")
+    @classmethod
+    def _ends(cls, keep_alive: bool) -> bool:
+        if keep_alive:
             raise ValueError("keep_alive is false: a run ends its deployment")
-        return self
+        return keep_alive
+
+    @field_validator("failures")
+    @classmethod
+    def _is_simulated(cls, failures: FailuresConfig, info: ValidationInfo) -> FailuresConfig:
+        if info.data.get("mode") == "live" and (failures.plan or failures.has_rates):
+            raise ValueError(
+                "failures are simulated: mode=simulate with them, and with mode=live neither plan "
+                "nor replica_life_s nor controller_life_s"
+            )
+        return failures
 
 
 class SloConfig(_Section):

@@ -21,7 +21,12 @@ from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.ids import ReplicaId
 from rayserve_paged.core.request import FinishReason, ModelLimits
 from rayserve_paged.deployment import Deployment
-from rayserve_paged.experiments.cell_result import CellResult, gaps_frame, requests_frame
+from rayserve_paged.experiments.cell_result import (
+    CellResult,
+    deaths_frame,
+    gaps_frame,
+    requests_frame,
+)
 from rayserve_paged.experiments.config import CellConfig
 from rayserve_paged.experiments.open_loop import serve_open_loop
 from rayserve_paged.experiments.simulated_cell import workload_of
@@ -77,6 +82,7 @@ def run_live(config: CellConfig, seed: int) -> CellResult:
         _loads_frame(served.ledgers, table, zero_s),
         _replicas_frame(num_replicas),
         gaps_frame(_gaps(streams)),
+        deaths_frame(()),
         {
             "num_replicas": num_replicas,
             "num_blocks": served.limits.num_blocks,
@@ -138,7 +144,8 @@ def _requests_frame(
         if stream.error is not None:
             log.errors[number] = stream.error
         log.add(opened, stream.end_s - zero_s, stream.finish or FinishReason.ERROR)
-    return requests_frame(log.columns(), log.errors)
+    frame = requests_frame(log.columns(), log.errors)
+    return frame.with_columns(pl.lit(None, pl.Int64).alias("num_attempts"))
 
 
 def _gaps(streams: Sequence[RequestTimes]) -> LogHistogram:
@@ -174,12 +181,12 @@ def _loads_frame(
                 "num_waiting": int(is_open.sum()) - num_running,
                 "num_free_blocks": ledger.num_free_blocks,
                 "num_cached_blocks": ledger.num_cached_blocks,
+                "num_held_blocks": ledger.num_held_blocks,
                 "num_open_slots": ledger.internal_fragmentation_slots,
                 "num_preemptions": None,
                 "num_queried_tokens": None,
                 "num_hit_tokens": None,
                 "num_steps": None,
-                "num_held_blocks": ledger.num_held_blocks,
             }
         )
     types = {name: pl.Int64 for name in rows[0] if name != "time_s"}
@@ -195,5 +202,6 @@ def _replicas_frame(num_replicas: int) -> pl.DataFrame:
             "busy_s": pl.Series(unknown, dtype=pl.Float64),
             "num_steps": pl.Series(unknown, dtype=pl.Int64),
             "num_preemptions": pl.Series(unknown, dtype=pl.Int64),
+            "num_computed_tokens": pl.Series(unknown, dtype=pl.Int64),
         }
     )

@@ -21,7 +21,7 @@ from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.experiments.config import CellConfig, ExperimentHead, SloConfig
 from rayserve_paged.load_config import accepted_by, read_yaml
 
-RESULT_FORMAT: Final = 1
+RESULT_FORMAT: Final = 2
 """Goes into every digest; another one makes all cells run anew."""
 
 MAX_CELLS: Final = 10_000
@@ -35,7 +35,8 @@ COLUMNS: Final = frozenset(
         *("arrival_s", "first_token_s", "end_s", "ttft_s", "itl_s", "e2e_s", "time_s", "gap_s"),
         *("busy_s", "num_steps", "num_running", "num_waiting", "num_open_slots"),
         *("num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions"),
-        *("num_queried_tokens", "num_hit_tokens"),
+        *("num_queried_tokens", "num_hit_tokens", "num_computed_tokens", "num_attempts"),
+        *("died", "hangs", "back_s"),
         *("num_free_blocks", "num_cached_blocks", "num_held_blocks"),
     )
 )
@@ -307,6 +308,8 @@ def _digest(where: str, path: Path) -> str:
         return digest.hexdigest()
     except OSError as error:
         accepted = f"a readable file ({error.strerror})"
+        if where.endswith("workload.trace"):
+            accepted += "; --trace FILE gives another one"
         raise InvalidInputError(where, str(path), accepted) from error
 
 

@@ -7,10 +7,17 @@ from collections.abc import Iterator
 import polars as pl
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.experiments.cell_result import CellResult, gaps_frame, requests_frame
+from rayserve_paged.experiments.cell_result import (
+    CellResult,
+    deaths_frame,
+    gaps_frame,
+    requests_frame,
+)
 from rayserve_paged.experiments.config import CellConfig, WorkloadConfig
+from rayserve_paged.experiments.failures import fault_plan
 from rayserve_paged.sim.build import describe_cluster
 from rayserve_paged.sim.cluster import Cluster, ClusterSpec
+from rayserve_paged.sim.faults import FaultPlan
 from rayserve_paged.sim.hardware import MODEL_SHAPES
 from rayserve_paged.sim.report import SimReport
 from rayserve_paged.sim.requests import SimRequest
@@ -30,16 +37,22 @@ def run_simulated(config: CellConfig, seed: int) -> CellResult:
     spec = cluster_of(config)
     workload = workload_of(config, seed)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    report = Cluster(spec).run(workload.requests)
+    requests, until_s = workload.requests, 0.0
+    if config.failures.has_rates:
+        listed = list(requests)
+        requests, until_s = iter(listed), listed[-1].arrival_s if listed else 0.0
+    plan = fault_plan(config.failures, spec.num_replicas, seed, until_s)
+    report = Cluster(spec, plan=plan, seed=seed).run(requests)
     effort = {
         "wall_s": time.perf_counter() - began_s,
         "cpu_s": time.process_time() - began_cpu_s,
     }
     return CellResult(
         requests_frame(report.requests, report.errors),
-        _loads_frame(report, spec),
+        _loads_frame(report),
         _replicas_frame(report),
         gaps_frame(report.token_gaps_s),
+        deaths_frame(report.deaths),
         {
             "num_replicas": spec.num_replicas,
             "num_blocks": spec.limits.num_blocks,
@@ -74,7 +87,17 @@ def cluster_of(config: CellConfig) -> ClusterSpec:
         placement=config.placement,
         timeouts=config.timeouts,
     )
-    return dataclasses.replace(spec, load_interval_s=config.sample_every_s)
+    failures = config.failures
+    FaultPlan(faults=failures.plan).check_names(
+        "failures.plan", spec.num_replicas, spec.num_consumers
+    )
+    return dataclasses.replace(
+        spec,
+        load_interval_s=config.sample_every_s,
+        recovery=config.recovery,
+        start_s=failures.start_s,
+        notice_s=failures.notice_s,
+    )
 
 
 def _num_blocks(config: CellConfig) -> int | None:
@@ -119,11 +142,9 @@ def _scaled(requests: Iterator[SimRequest], factor: float) -> Iterator[SimReques
         yield dataclasses.replace(request, arrival_s=request.arrival_s * factor)
 
 
-def _loads_frame(report: SimReport, spec: ClusterSpec) -> pl.DataFrame:
+def _loads_frame(report: SimReport) -> pl.DataFrame:
     fields = (field.name for field in dataclasses.fields(report.loads))
-    frame = pl.DataFrame({name: getattr(report.loads, name) for name in fields})
-    held = spec.limits.num_blocks - pl.col("num_free_blocks") - pl.col("num_cached_blocks")
-    return frame.with_columns(held.alias("num_held_blocks"))
+    return pl.DataFrame({name: getattr(report.loads, name) for name in fields})
 
 
 def _replicas_frame(report: SimReport) -> pl.DataFrame:
@@ -134,6 +155,7 @@ def _replicas_frame(report: SimReport) -> pl.DataFrame:
             "busy_s": columns.busy_s,
             "num_steps": columns.num_steps,
             "num_preemptions": columns.num_preemptions,
+            "num_computed_tokens": columns.num_computed_tokens,
         },
         schema_overrides={"replica": pl.Int64},
     )

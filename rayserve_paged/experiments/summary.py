@@ -64,6 +64,9 @@ def figures_of(result: CellResult, slo: SloConfig) -> Figures:
         "slo_share": num_good / num_requests if num_requests else None,
         "hit_rate": int(started["num_cached_tokens"].sum()) / num_prompt if num_prompt else None,
         "num_preemptions": _total(result.replicas["num_preemptions"]),
+        "num_deaths": len(result.deaths),
+        "num_resumed": _num_resumed(requests),
+        "num_recomputed_tokens": _num_recomputed(result, ended_well),
         "busy_share": busy / span_s if isinstance(busy, float) and span_s else None,
     }
     figures |= _distribution("ttft_s", requests["ttft_s"])
@@ -142,12 +145,31 @@ def _total(column: pl.Series) -> int | None:
     return None if column.null_count() else int(column.sum())
 
 
+def _num_resumed(requests: pl.DataFrame) -> int | None:
+    """How many requests went on at another replica, or in another life of theirs."""
+    attempts = requests["num_attempts"]
+    return None if attempts.null_count() else int((attempts > 1).sum())
+
+
+def _num_recomputed(result: CellResult, ended_well: pl.DataFrame) -> int | None:
+    """How many tokens were computed beyond those that the requests which ended well need once."""
+    computed = _total(result.replicas["num_computed_tokens"])
+    if computed is None:
+        return None
+    # The last token of an answer is not computed.
+    needed = (
+        pl.col("num_prompt_tokens") - pl.col("num_cached_tokens") + pl.col("num_output_tokens") - 1
+    )
+    return computed - int(ended_well.select(needed.sum()).item())
+
+
 def _distribution(name: str, column: pl.Series) -> Figures:
     values = column.drop_nulls().to_numpy()
     figures: Figures = {f"{name}_mean": float(values.mean()) if len(values) else None}
     for percent in PERCENTILES:
         value = float(np.percentile(values, percent)) if len(values) else None
         figures[f"{name}_p{percent}"] = value
+    figures[f"{name}_max"] = float(values.max()) if len(values) else None
     return figures
 
 
@@ -160,6 +182,7 @@ def _gaps(name: str, gaps: pl.DataFrame) -> Figures:
         rank = max(1, math.ceil(total * percent / 100))
         value = float(seconds[np.searchsorted(below, rank)]) if total else None
         figures[f"{name}_p{percent}"] = value
+    figures[f"{name}_max"] = float(seconds[-1]) if total else None
     return figures
 
 

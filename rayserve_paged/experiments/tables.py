@@ -17,6 +17,7 @@ FILES: Final = {
     "loads": "timeseries.parquet",
     "replicas": "replicas.parquet",
     "gaps": "token_gaps.parquet",
+    "deaths": "deaths.parquet",
 }
 CELLS: Final = "cells.parquet"
 

@@ -12,13 +12,14 @@ from small_experiment import write
 
 from rayserve_paged.experiments.matrix import read_experiment
 from rayserve_paged.experiments.outcome import Outcome, gather
-from rayserve_paged.experiments.report.figures import KEPT, TOKENS, TTFT_P99, FigureBuilder
+from rayserve_paged.experiments.report.figures import FigureBuilder
 from rayserve_paged.experiments.report.layout import Layout, Place, lay_out
+from rayserve_paged.experiments.report.measures import KEPT, TOKENS, TTFT_P99
 from rayserve_paged.experiments.report.page import report_page
 from rayserve_paged.experiments.report.wording import finding, kept_finding, seconds
 
 TOPICS = {
-    "latency": "Time to first token",
+    "latency": "Latency",
     "ttft": "Distribution of the time to first token",
     "itl": "Distribution of the time between tokens",
     "throughput": "Throughput",
@@ -221,8 +222,11 @@ def test_a_finding_names_the_best_and_the_worst_where_they_differ_most(outcome: 
 def test_a_finding_says_when_there_is_none(outcome: Outcome) -> None:
     layout = lay_out(outcome)
     keys = layout.points
+    low = layout.places[0].text
     alike = altered(layout, "ttft_s_p99", dict.fromkeys(keys, 0.5))
-    assert "hardly depends on the variant: 500 ms" in finding(alike, TTFT_P99)
+    assert finding(alike, TTFT_P99) == (
+        f"P99 time to first token: much the same whatever the placement, 500 ms at {low}"
+    )
     absent = altered(layout, "ttft_s_p99", dict.fromkeys(keys))
     assert finding(absent, TTFT_P99) == "P99 time to first token: no values to compare"
 
@@ -248,7 +252,9 @@ def test_along_any_other_x_each_line_is_compared_with_itself(outcome: Outcome) -
     told = finding(altered(layout, "ttft_s_p99", values), TTFT_P99)
     assert told == f"P99 time to first token with prefix-aware: 1 s at {low}, 8 s at {high}"
     alike = altered(layout, "ttft_s_p99", dict.fromkeys(layout.points, 0.5))
-    assert "hardly depends on the block size: 500 ms" in finding(alike, TTFT_P99)
+    assert finding(alike, TTFT_P99) == (
+        "P99 time to first token: much the same whatever the block size, 500 ms with round-robin"
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,6 +265,8 @@ def test_along_any_other_x_each_line_is_compared_with_itself(outcome: Outcome) -
         ((1.0, 0.9, 0.1, 0.1), "up to b"),
         ((0.1, 0.1, 1.0, 1.0), "from c on"),
         ((0.1, 1.0, 1.0, 0.1), "from b to c"),
+        ((0.1, 1.0, 0.1, 0.1), "at b"),
+        ((0.1, 0.1, 0.1, 1.0), "from d on"),
         ((1.0, 0.1, 1.0, 0.1), "at a and c"),
     ],
 )

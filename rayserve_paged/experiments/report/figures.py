@@ -5,60 +5,40 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from rayserve_paged.experiments.cell_result import CellResult
 from rayserve_paged.experiments.outcome import Outcome
 from rayserve_paged.experiments.report.layout import Layout, Place, Series, lay_out
-from rayserve_paged.experiments.report.panels import (
-    Line,
-    Scale,
-    bar_panel,
-    curve_panel,
-    line_panel,
-    strip_panel,
+from rayserve_paged.experiments.report.line import FloatArray, Line, Scale
+from rayserve_paged.experiments.report.measures import (
+    BALANCE,
+    FAILED,
+    GOODPUT,
+    HELD,
+    HELD_MAX,
+    HITS,
+    ITL_P50,
+    ITL_P99,
+    KEPT,
+    PREEMPTIONS,
+    REQUESTS,
+    TOKENS,
+    TTFT_P50,
+    TTFT_P99,
+    WAITING,
+    WAITING_MAX,
+    WASTE,
 )
+from rayserve_paged.experiments.report.panels import bar_panel, curve_panel, line_panel, strip_panel
 from rayserve_paged.experiments.report.wording import (
     ABSENT,
     Measure,
-    count,
     finding,
     kept_finding,
-    percent,
-    requests_rate,
     seconds,
-    tokens_rate,
     value_of,
 )
 from rayserve_paged.experiments.timeline import timeline, tokens_by_replica
-
-FloatArray = npt.NDArray[np.float64]
-
-TTFT_P50: Final = Measure("ttft_s_p50", "Median time to first token", "s", seconds, "low")
-TTFT_P99: Final = Measure("ttft_s_p99", "P99 time to first token", "s", seconds, "low")
-ITL_P50: Final = Measure("itl_s_p50", "Median time between tokens", "ms", seconds, "low", 1000)
-ITL_P99: Final = Measure("itl_s_p99", "P99 time between tokens", "ms", seconds, "low", 1000)
-TOKENS: Final = Measure("output_tokens_per_s", "Throughput", "output tokens/s", tokens_rate, "high")
-REQUESTS: Final = Measure(
-    "requests_per_s", "Requests finished", "requests/s", requests_rate, "high"
-)
-GOODPUT: Final = Measure("goodput_requests_per_s", "Goodput", "requests/s", requests_rate, "high")
-KEPT: Final = Measure("slo_share", "Requests that keep it", "%", percent, "high", 100)
-HITS: Final = Measure("hit_rate", "Prompt tokens found in cache", "%", percent, "high", 100)
-PREEMPTIONS: Final = Measure("num_preemptions", "Preemptions", "", count, "low")
-FAILED: Final = Measure("num_failed", "Requests refused or failed", "", count, "low")
-HELD: Final = Measure("held_share_mean", "Mean KV occupancy", "%", percent, None, 100)
-HELD_MAX: Final = Measure("held_share_max", "Highest KV occupancy", "%", percent, None, 100)
-WASTE: Final = Measure("waste_share_mean", "Mean KV waste", "%", percent, "low", 100)
-WAITING: Final = Measure("num_waiting_mean", "Mean queue", "requests", count, "low")
-WAITING_MAX: Final = Measure("num_waiting_max", "Longest queue", "requests", count, "low")
-BALANCE: Final = Measure(
-    "load_max_over_mean",
-    "Work of the busiest replica over the mean",
-    "",
-    lambda v: f"{v:.2f}x",
-    "low",
-)
 
 _NUM_TIMES: Final = 160
 _CURVE: Final = np.concatenate([np.linspace(0, 98, 99), np.linspace(98.1, 100, 20)])
@@ -109,7 +89,7 @@ class FigureBuilder:
 
     def __init__(self, outcome: Outcome) -> None:
         self.layout: Layout = lay_out(outcome)
-        self._outcome = outcome
+        self.outcome = outcome
         self._slo = outcome.experiment.slo
 
     def figures(self) -> list[FigurePart]:
@@ -132,18 +112,18 @@ class FigureBuilder:
 
     def _latency(self) -> FigurePart:
         slo = self._slo.ttft_s
-        return self._along(
+        return self.along(
             "latency",
-            "Time to first token",
+            "Latency",
             finding(self.layout, TTFT_P99),
-            [TTFT_P50, TTFT_P99],
-            "From the submission of a request to its first token, at its consumer.",
+            [TTFT_P50, TTFT_P99, ITL_P99],
+            "From the submission of a request to its first token, and from each token to the next.",
             is_log=True,
             limits={TTFT_P99.name: slo, TTFT_P50.name: slo},
         )
 
     def _throughput(self) -> FigurePart:
-        return self._along(
+        return self.along(
             "throughput",
             "Throughput",
             finding(self.layout, TOKENS),
@@ -157,7 +137,7 @@ class FigureBuilder:
             bounds.append(f"first token within {seconds(self._slo.ttft_s)}")
         if self._slo.itl_s is not None:
             bounds.append(f"{seconds(self._slo.itl_s)} from token to token on average")
-        return self._along(
+        return self.along(
             "goodput",
             "Goodput",
             kept_finding(self.layout, KEPT),
@@ -167,7 +147,7 @@ class FigureBuilder:
 
     def _hits(self) -> FigurePart:
         note = "Share of the prompt tokens whose KV was in the prefix cache of the replica chosen."
-        return self._along("hits", "Prefix cache", finding(self.layout, HITS), [HITS], note)
+        return self.along("hits", "Prefix cache", finding(self.layout, HITS), [HITS], note)
 
     def _preemptions(self) -> FigurePart:
         measures = [PREEMPTIONS, FAILED]
@@ -177,7 +157,7 @@ class FigureBuilder:
             told = "No request was preempted"
             told += "" if all(v == 0 for v in values) else ", as far as is known"
         note = "A preempted request gives its blocks back and computes again what the cache lost."
-        return self._along("preemptions", "Preemptions", told, measures, note)
+        return self.along("preemptions", "Preemptions", told, measures, note)
 
     @property
     def _places(self) -> Sequence[Place]:
@@ -186,7 +166,7 @@ class FigureBuilder:
     def _value(self, measure: Measure, series: Series, place: Place) -> float | None:
         return value_of(self.layout, measure, series, place)
 
-    def _along(
+    def along(
         self,
         name: str,
         topic: str,
@@ -197,6 +177,17 @@ class FigureBuilder:
         is_log: bool = False,
         limits: dict[str, float | None] | None = None,
     ) -> FigurePart:
+        """Draw a panel for each measure, along x.
+
+        Args:
+            name: Anchor of the figure.
+            topic: What it is of.
+            told: What is seen.
+            measures: Of the panels.
+            note: How to read it.
+            is_log: Whether the measures are on logarithmic scales, where they are above 0.
+            limits: By measure, a line across its panel.
+        """
         panels = []
         for measure in measures:
             # Seconds have their unit at the ticks.
@@ -220,6 +211,7 @@ class FigureBuilder:
         y = Scale(
             is_log=is_log and all((line.y[~np.isnan(line.y)] > 0).all() for line in lines),
             is_seconds=measure.unit == "s",
+            is_count=not measure.unit,
             limit=limit,
             limit_label="objective",
             bounds=(None, None) if is_log else (0, _top(lines)),
@@ -232,7 +224,7 @@ class FigureBuilder:
         table = np.array([(np.nan,) * 3 if spread is None else spread for spread in spreads])
         mean, low, high = table.T * measure.scale
         x = np.array([place.position for place in self._places])
-        several = len(self._outcome.experiment.seeds) > 1
+        several = len(self.outcome.experiment.seeds) > 1
         return Line(series, x, mean, low if several else None, high if several else None)
 
     def _x_scale(self) -> Scale:
@@ -263,7 +255,7 @@ class FigureBuilder:
 
     def _headings(self) -> list[str]:
         headings = [self.layout.x_title] if self.layout.x_title else []
-        return [*headings, "variant"] if len(self.layout.series) > 1 else headings
+        return [*headings, self.layout.series_title] if len(self.layout.series) > 1 else headings
 
     def _names(self, series: Series, place: Place) -> list[str]:
         names = [place.text] if self.layout.x_title else []
@@ -355,15 +347,15 @@ class FigureBuilder:
         for place in self.layout.shown_places:
             rows = []
             for series in self.layout.series:
-                tokens = tokens_by_replica(self._first_result(series, place))
+                tokens = tokens_by_replica(self.first_result(series, place))
                 mean = float(tokens.mean())
                 rows.append((series, tokens / mean if mean else tokens))
-            description = f"Work of each replica over the mean{self._at(place)}."
+            description = f"Work of each replica over the mean{self.at(place)}."
             shares = np.concatenate([values for _series, values in rows])
             bounds = min(0.5, 0.95 * float(shares.min())), max(1.5, 1.05 * float(shares.max()))
             x = Scale(title="tokens served, 1 is the mean", bounds=bounds, limit=1.0)
             panels.append(
-                (self._caption("each dot a replica", place), strip_panel(rows, x, description))
+                (self.caption("each dot a replica", place), strip_panel(rows, x, description))
             )
         note = "Prompt and output tokens of the requests that each replica served, over the mean."
         told, table = finding(self.layout, BALANCE), self.table([BALANCE])
@@ -382,7 +374,7 @@ class FigureBuilder:
         layout = self.layout
         lines = {
             place.label: [
-                Line(series, *curve(self._first_result(series, place))) for series in layout.series
+                Line(series, *curve(self.first_result(series, place))) for series in layout.series
             ]
             for place in layout.shown_places
         }
@@ -393,20 +385,23 @@ class FigureBuilder:
             y = dataclasses.replace(y, bounds=(0, _top(drawn)))
         panels = []
         for place in layout.shown_places:
-            description = f"{x.title}{self._at(place)}: {caption}. The table below has its numbers."
+            description = f"{x.title}{self.at(place)}: {caption}. The table below has its numbers."
             svg = curve_panel(
                 lines[place.label], x, y, description, is_distribution=is_distribution
             )
-            panels.append((self._caption(caption, place), svg))
+            panels.append((self.caption(caption, place), svg))
         return panels
 
-    def _first_result(self, series: Series, place: Place) -> CellResult:
-        return self._outcome.results[self.layout.point(series, place).cells[0]]
+    def first_result(self, series: Series, place: Place) -> CellResult:
+        """Return the result of a point's first seed."""
+        return self.outcome.results[self.layout.point(series, place).cells[0]]
 
-    def _at(self, place: Place) -> str:
+    def at(self, place: Place) -> str:
+        """Return where a picture is, as the end of a sentence."""
         return f" at {place.text}" if place.text else ""
 
-    def _caption(self, caption: str, place: Place) -> str:
+    def caption(self, caption: str, place: Place) -> str:
+        """Return what stands above a picture of one place."""
         return f"{place.text}: {caption}" if place.text else caption
 
 

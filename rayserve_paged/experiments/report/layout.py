@@ -25,6 +25,8 @@ _WORDS: Final = {
 }
 
 _COUNTED: Final = {
+    "batch.max_num_batched_tokens": ("token a step", "tokens a step"),
+    "batch.max_num_seqs": ("sequence at once", "sequences at once"),
     "parallel.num_replicas": ("replica", "replicas"),
     "parallel.tensor_parallel_size": ("rank a replica", "ranks a replica"),
     "cache.num_blocks": ("block", "blocks"),
@@ -70,6 +72,7 @@ class Layout:
         is_categorical: Whether x has names and no numbers.
         places: Along x, ascending; a single one where there is no x.
         series: The lines.
+        series_title: What they are of.
         points: By series and place.
     """
 
@@ -78,6 +81,7 @@ class Layout:
     is_categorical: bool
     places: tuple[Place, ...]
     series: tuple[Series, ...]
+    series_title: str
     points: Mapping[tuple[int, str], Point]
 
     def point(self, series: Series, place: Place) -> Point:
@@ -120,6 +124,7 @@ def lay_out(outcome: Outcome) -> Layout:
         is_categorical=x is not None and not is_load and not x.is_numeric,
         places=places,
         series=tuple(Series(index, label) for index, label in enumerate(labels)),
+        series_title=words_of(others[0].name) if len(others) == 1 else "variant",
         points=found,
     )
 

@@ -9,7 +9,11 @@ from markupsafe import Markup
 import rayserve_paged
 from rayserve_paged.experiments import report
 from rayserve_paged.experiments.outcome import Outcome
-from rayserve_paged.experiments.report.figures import (
+from rayserve_paged.experiments.report.death_figures import death_answers, death_figures
+from rayserve_paged.experiments.report.figures import FigureBuilder
+from rayserve_paged.experiments.report.layout import Series
+from rayserve_paged.experiments.report.line import NUM_COLORS
+from rayserve_paged.experiments.report.measures import (
     GOODPUT,
     HITS,
     ITL_P99,
@@ -17,10 +21,8 @@ from rayserve_paged.experiments.report.figures import (
     TOKENS,
     TTFT_P50,
     TTFT_P99,
-    FigureBuilder,
 )
-from rayserve_paged.experiments.report.layout import Series
-from rayserve_paged.experiments.report.panels import MARKERS, NUM_COLORS
+from rayserve_paged.experiments.report.panels import MARKERS
 from rayserve_paged.experiments.report.wording import finding, kept_finding, seconds
 
 _GLYPHS = dict(zip(MARKERS, "●■▲◆▼✚✖⬟", strict=True))
@@ -39,7 +41,7 @@ def report_page(outcome: Outcome) -> str:
             "panels": [(caption, Markup(svg)) for caption, svg in part.panels],
             "table": part.table,
         }
-        for part in builder.figures()
+        for part in (*death_figures(builder), *builder.figures())
     ]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = importlib.resources.files(report).joinpath("page.html.j2").read_text("utf-8")
@@ -49,7 +51,7 @@ def report_page(outcome: Outcome) -> str:
         answers=[
             kept_finding(layout, KEPT),
             finding(layout, TTFT_P99),
-            finding(layout, TOKENS),
+            *(death_answers(builder) or [finding(layout, TOKENS)]),
         ],
         facts=_facts(outcome),
         series=[

@@ -1,25 +1,26 @@
 """Draws panels: small SVGs whose colours are the page's, of a width that fits a phone."""
 
-import dataclasses
 import hashlib
 import io
-import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from rayserve_paged.experiments.report.layout import Series
-
-FloatArray = npt.NDArray[np.float64]
+from rayserve_paged.experiments.report.line import NUM_COLORS, FloatArray, Line, Scale, color_of
+from rayserve_paged.experiments.report.line_labels import (
+    label_ends,
+    label_peaks,
+    label_sides,
+    thin_labels,
+)
 
 # Stand for the page's variables, which differ between light and dark.
 _TEXT: Final = "#fe00f0"
@@ -29,7 +30,6 @@ _COLOR: Final = re.compile(r"#fe00([0-9a-f]{2})")
 _ID: Final = re.compile(r' id="([^"]*)"')
 _REFERENCE: Final = re.compile(r'(url\(#|xlink:href="#)([^)"]*)')
 
-NUM_COLORS: Final = 8
 MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "p")
 _DASHES: Final = ("-", "--", ":")
 _SIZE_IN: Final = (3.73, 2.5)
@@ -56,53 +56,6 @@ _STYLE: Final[dict[Any, Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a panel.
-
-    Args:
-        series: Whose.
-        x: float64 [n].
-        y: float64 [n]; NaN where there is no value.
-        low: float64 [n], least over the seeds; None where there is one seed.
-        high: float64 [n], most over the seeds.
-    """
-
-    series: Series
-    x: FloatArray
-    y: FloatArray
-    low: FloatArray | None = None
-    high: FloatArray | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """One direction of a panel.
-
-    Args:
-        title: Written at the axis.
-        is_log: Whether it is logarithmic.
-        ticks: Positions and labels; None for what the library chooses.
-        limit: A line across, and
-        limit_label: what it is.
-        is_seconds: Whether its numbers are seconds, written as such.
-        bounds: Ends; None for those of the data.
-    """
-
-    title: str = ""
-    is_log: bool = False
-    ticks: tuple[Sequence[float], Sequence[str]] | None = None
-    limit: float | None = None
-    limit_label: str = ""
-    is_seconds: bool = False
-    bounds: tuple[float | None, float | None] = (None, None)
-
-
-def color_of(series: Series) -> str:
-    """Return the placeholder of a series' colour."""
-    return f"#fe00{series.index % NUM_COLORS + 1:02x}"
-
-
 def line_panel(lines: Sequence[Line], x: Scale, y: Scale, description: str) -> str:
     """Draw values against x, each line with its name at its end.
 
@@ -117,7 +70,8 @@ def line_panel(lines: Sequence[Line], x: Scale, y: Scale, description: str) -> s
                 axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.18, lw=0)
             axes.plot(line.x, line.y, _dash(line), color=color, marker=_marker(line.series))
         _finish(axes, x, y)
-        _label_ends(axes, lines)
+        label_ends(axes, lines)
+        thin_labels(axes)
         return _svg(figure, description)
 
 
@@ -145,9 +99,10 @@ def curve_panel(
             )
         _finish(axes, x, y)
         if is_distribution:
-            _label_sides(axes, lines)
+            thin_labels(axes)
+            label_sides(axes, lines)
         else:
-            _label_peaks(axes, lines)
+            label_peaks(axes, lines)
         return _svg(figure, description)
 
 
@@ -247,14 +202,17 @@ def _finish(axes: Axes, x: Scale, y: Scale) -> None:
             _ticks_of_log(axis, num_labels)
             axis.set_major_formatter(FuncFormatter(_tick_seconds if scale.is_seconds else _tick))
         else:
-            axis.set_major_locator(MaxNLocator(5))
-            axis.set_major_formatter(FuncFormatter(_tick))
+            axis.set_major_locator(MaxNLocator(5, integer=scale.is_count))
+            axis.set_major_formatter(FuncFormatter(_tick_seconds if scale.is_seconds else _tick))
     _draw_limits(axes, x, y)
 
 
 def _draw_limits(axes: Axes, x: Scale, y: Scale) -> None:
-    """Draw limits that are in sight."""
+    """Draw limits that are in sight, and marks along x."""
     style: dict[str, Any] = {"color": _LIMIT, "fontsize": 7.5, "va": "bottom"}
+    for position, text in x.marks:
+        axes.axvline(position, color=_LIMIT, lw=1, ls=(0, (1, 1.5)))
+        axes.text(position, 1.0, text, ha="center", transform=axes.get_xaxis_transform(), **style)
     low, high = sorted(axes.get_xlim())
     if x.limit is not None and low <= x.limit <= high:
         axes.axvline(x.limit, color=_LIMIT, lw=1, ls=(0, (4, 2)))
@@ -270,7 +228,8 @@ def _draw_limits(axes: Axes, x: Scale, y: Scale) -> None:
 def _ticks_of_log(axis: Axis, num_labels: int) -> None:
     """Label as much of a logarithmic axis as there is room for."""
     low, high = sorted(axis.get_view_interval())
-    for subs in ((1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
+    fine = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+    for subs in (fine, (1.0, 2.0, 5.0), (1.0, 3.0), (1.0,)):
         locator = LogLocator(subs=subs, numticks=20)
         num_ticks = sum(low <= tick <= high for tick in locator.tick_values(low, high))
         if num_ticks <= num_labels:
@@ -284,6 +243,8 @@ def _tick(value: float, _position: int) -> str:
 
 
 def _tick_seconds(value: float, _position: int) -> str:
+    if not value:
+        return "0"
     return f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms"
 
 
@@ -293,121 +254,6 @@ def _marker(series: Series) -> str:
 
 def _dash(line: Line) -> str:
     return _DASHES[line.series.index // NUM_COLORS % len(_DASHES)]
-
-
-def _label_ends(axes: Axes, lines: Sequence[Line]) -> None:
-    """Write each line's name behind its last point; names are pushed apart."""
-    ends = []
-    for line in lines:
-        known = np.flatnonzero(~np.isnan(line.y))
-        if line.series.label and len(known):
-            last = int(known[-1])
-            ends.append((float(line.y[last]), float(line.x[last]), line.series))
-    if not ends:
-        return
-    # Room for the longest name, then positions in points of that layout.
-    longest = max((series.label for _y, _x, series in ends), key=len)
-    spacer = axes.annotate(
-        longest,
-        (1, 0.5),
-        xycoords="axes fraction",
-        xytext=(6, 0),
-        textcoords="offset points",
-        fontsize=8,
-        alpha=0,
-    )
-    scale = 72 / _laid_out(axes).dpi
-    heights = [float(axes.transData.transform((x, y))[1]) * scale for y, x, _series in ends]
-    floor = float(axes.transAxes.transform((0, 0))[1]) * scale + 3
-    places = _apart(heights, 9.5, floor)
-    for (y, x, series), height, place in zip(ends, heights, places, strict=True):
-        axes.annotate(
-            series.label,
-            (x, y),
-            xytext=(6, place - height),
-            va="center",
-            textcoords="offset points",
-            fontsize=8,
-            color=color_of(series),
-            annotation_clip=False,
-        )
-    spacer.set_text(longest)
-
-
-def _apart(heights: Sequence[float], gap: float, floor: float) -> list[float]:
-    """Return heights near those given, in the same order, at least so far apart and so high."""
-    order = sorted(range(len(heights)), key=lambda index: heights[index])
-    placed = list(heights)
-    for _round in range(50):
-        moved = False
-        for low, high in itertools.pairwise(order):
-            overlap = gap - (placed[high] - placed[low])
-            if overlap > 1e-6:
-                placed[low] -= overlap / 2
-                placed[high] += overlap / 2
-                moved = True
-        if not moved:
-            break
-    lowest = floor
-    for index in order:
-        placed[index] = max(placed[index], lowest)
-        lowest = placed[index] + gap
-    return placed
-
-
-def _label_peaks(axes: Axes, lines: Sequence[Line]) -> None:
-    """Write each curve's name at its highest point, where no other name is."""
-    _laid_out(axes)
-    taken: list[Text] = []
-    for line in lines:
-        known = ~np.isnan(line.y)
-        if not line.series.label or not known.any():
-            continue
-        peak = int(np.nanargmax(line.y))
-        text = axes.annotate(
-            line.series.label,
-            (float(line.x[peak]), float(line.y[peak])),
-            xytext=(0, 3),
-            textcoords="offset points",
-            fontsize=8,
-            color=color_of(line.series),
-            ha="center",
-            va="bottom",
-        )
-        box = text.get_window_extent()
-        if any(box.overlaps(other.get_window_extent()) for other in taken):
-            text.remove()
-        else:
-            taken.append(text)
-
-
-def _label_sides(axes: Axes, lines: Sequence[Line]) -> None:
-    """Write the names of the leftmost and the rightmost curve beside them, where they part most."""
-    named = [line for line in lines if line.series.label and not np.isnan(line.y).any()]
-    if len(named) < 2:
-        return
-    levels = np.array([30.0, 40.0, 50.0, 60.0, 70.0, 80.0])
-    at = np.log(np.array([np.interp(levels, line.y, line.x) for line in named]))
-    level = int(np.argmax(np.ptp(at, axis=0)))
-    left, right = int(np.argmin(at[:, level])), int(np.argmax(at[:, level]))
-    for index, offset, side in ((left, -5, "right"), (right, 5, "left")):
-        axes.annotate(
-            named[index].series.label,
-            (float(np.exp(at[index, level])), float(levels[level])),
-            xytext=(offset, 0),
-            textcoords="offset points",
-            fontsize=8,
-            color=color_of(named[index].series),
-            ha=side,
-            va="center",
-        )
-
-
-def _laid_out(axes: Axes) -> Figure:
-    figure = axes.get_figure()
-    assert isinstance(figure, Figure)
-    figure.draw_without_rendering()
-    return figure
 
 
 def _svg(figure: Figure, description: str) -> str:

@@ -105,12 +105,12 @@ def finding(layout: Layout, measure: Measure) -> str:
     compared = _by_series(layout, measure) if by_series else _by_place(layout, measure)
     if not compared:
         return _alone(layout, measure)
-    widest = max(compared, key=lambda each: each.ratio)
+    widest = max(compared, key=lambda each: (each.ratio, each.values[-1][0]))
     low, high = widest.values[0], widest.values[-1]
     if widest.ratio < _ALIKE:
-        cause = "variant" if by_series else layout.x_title.partition(",")[0]
+        cause = layout.series_title if by_series else layout.x_title.partition(",")[0]
         span = _range(measure, low[0], high[0])
-        return f"{measure.title} hardly depends on the {cause}: {span}{widest.context}"
+        return f"{measure.title}: much the same whatever the {cause}, {span}{widest.context}"
     first, second = (high, low) if measure.better == "high" else (low, high)
     return (
         f"{measure.title}{widest.context}: {measure.form(first[0])} {first[1]}, "
@@ -199,6 +199,8 @@ def _where(layout: Layout, kept: Sequence[int]) -> str:
         return "everywhere"
     if kept[0] == 0:
         return f"up to {texts[-1]}"
+    if len(kept) == 1 and kept[0] < last:
+        return f"at {texts[0]}"
     return f"from {texts[0]} on" if kept[-1] == last else f"from {texts[0]} to {texts[-1]}"
 
 
