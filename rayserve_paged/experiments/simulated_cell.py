@@ -91,10 +91,13 @@ def cluster_of(config: CellConfig) -> ClusterSpec:
     FaultPlan(faults=failures.plan).check_names(
         "failures.plan", spec.num_replicas, spec.num_consumers
     )
+    max_pinned_blocks = int(spec.limits.num_blocks * config.cache.max_pinned_share)
     return dataclasses.replace(
         spec,
+        limits=dataclasses.replace(spec.limits, max_pinned_blocks=max_pinned_blocks),
         load_interval_s=config.sample_every_s,
         recovery=config.recovery,
+        partial_reuse=config.cache.partial_reuse,
         start_s=failures.start_s,
         notice_s=failures.notice_s,
     )
