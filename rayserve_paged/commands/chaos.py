@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -131,26 +132,28 @@ def _chaos_live(
     seed, last = _range(seeds)
     if seed != last:
         raise InvalidInputError("--seeds", seeds, "one seed with --live")
-    verdict = run_live_chaos(
-        LiveChaosConfig(
-            model=model,
-            num_kills=kills,
-            kill_controller_every=kill_controller_every,
-            seed=seed,
-            address=address,
-        )
+    config = LiveChaosConfig(
+        model=model,
+        num_kills=kills,
+        kill_controller_every=kill_controller_every,
+        seed=seed,
+        address=address,
     )
+    numbers = itertools.count(1)
+
+    def show(kill: "KillTimes") -> None:
+        print(f"{next(numbers):3}. {kill}", flush=True)
+
+    verdict = run_live_chaos(config, None if as_json else show)
     if as_json:
         print(json.dumps(dataclasses.asdict(verdict)))
     else:
-        for number, kill in enumerate(verdict.kills, 1):
-            print(f"{number:3}. {kill}")
         for problem in verdict.problems:
             print(f"broken: {problem}")
         print(
             f"{len(verdict.kills)} kills, {len(verdict.problems)} problems; "
             f"{verdict.num_requests:,} requests with {verdict.num_tokens:,} tokens, "
-            f"{verdict.num_recovered:,} of them on a replica that was killed"
+            f"{verdict.num_recovered:,} times one was on a replica that was killed"
         )
         print(f"medians: {_medians(verdict.kills)}")
     if verdict.problems:

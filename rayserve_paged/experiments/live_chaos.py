@@ -12,11 +12,8 @@ import random
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Final, Literal
-
-import psutil
 
 from rayserve_cluster.controller_actor import ControllerStatus
 from rayserve_cluster.ray_shell import RayShell
@@ -34,6 +31,7 @@ from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.experiments.kill_times import KillTimes
+from rayserve_paged.experiments.leftovers import leftovers, take_stock
 
 Target = Literal["rank", "controller"]
 
@@ -108,15 +106,20 @@ class _Open:
     hit: KillTimes | None = None
 
 
-def run_live_chaos(config: LiveChaosConfig) -> LiveVerdict:
+def run_live_chaos(
+    config: LiveChaosConfig, on_kill: Callable[[KillTimes], object] | None = None
+) -> LiveVerdict:
     """Start a deployment, kill parts of it while it serves, and look at what is left.
+
+    Args:
+        config: What is killed while what is served.
+        on_kill: Called with each kill once all replicas serve again.
 
     Raises:
         InvalidInputError: The model, or a number, is not accepted.
         DeploymentError: The deployment cannot be started.
     """
-    segments = _segments()
-    strangers = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = take_stock()
     own = DeploymentConfig(
         name=f"chaos-{secrets.token_hex(3)}",
         model=ModelConfig(model=config.model),
@@ -127,12 +130,14 @@ def run_live_chaos(config: LiveChaosConfig) -> LiveVerdict:
         timeouts=TimeoutConfig(),
     )
     shell = RayShell(own, config.address)
-    run = _Run(config, shell)
+    run = _Run(config, shell, on_kill)
     try:
         asyncio.run(run.run())
     finally:
         shell.shutdown()
-    _await_ends(run, strangers, segments, owns_cluster=config.address is None)
+    left = leftovers(before, run.pids, owns_cluster=config.address is None)
+    if left is not None:
+        run.problems.append(left)
     return LiveVerdict(
         tuple(run.kills),
         run.num_requests,
@@ -145,8 +150,14 @@ def run_live_chaos(config: LiveChaosConfig) -> LiveVerdict:
 class _Run:
     """One run: the streams, and the killer beside them."""
 
-    def __init__(self, config: LiveChaosConfig, shell: RayShell) -> None:
+    def __init__(
+        self,
+        config: LiveChaosConfig,
+        shell: RayShell,
+        on_kill: Callable[[KillTimes], object] | None,
+    ) -> None:
         self._config = config
+        self._on_kill = on_kill
         self._shell = shell
         self._drawn = random.Random(config.seed)
         self._consumer_id = ConsumerId(f"chaos-{secrets.token_hex(3)}")
@@ -266,13 +277,15 @@ class _Run:
 
     async def _kill_all(self) -> None:
         every = self._config.kill_controller_every
+        status = await self._await_calm()
         for number in range(1, self._config.num_kills + 1):
-            status = await self._await_calm()
             if every and number % every == 0:
                 await self._kill_controller(status)
             else:
                 await self._kill_rank(status)
-        await self._await_calm()
+            status = await self._await_calm()
+            if self._on_kill is not None:
+                self._on_kill(self.kills[-1])
         # All that were hit go on, or end, before the load does.
         async with asyncio.timeout(_PATIENCE_S):
             while any(state.hit is not None for state in self._open.values()):
@@ -376,33 +389,3 @@ class _Run:
             counted = one.num_free_blocks + one.num_cached_blocks + one.num_held_blocks
             if counted != one.num_blocks:
                 self.problems.append(f"{name} accounts for {counted} of {one.num_blocks} blocks")
-
-
-def _segments() -> set[str]:
-    """Named shared-memory segments of this machine."""
-    folder = Path("/dev/shm")
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-
-
-def _await_ends(run: _Run, strangers: set[int], segments: set[str], *, owns_cluster: bool) -> None:
-    """Wait until every process of the deployment is gone, and every segment of its cluster."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        pids = {pid for pid in run.pids if psutil.pid_exists(pid)}
-        if owns_cluster:
-            pids |= {child.pid for child in psutil.Process().children(recursive=True)} - strangers
-        alive = sorted(pid for pid in pids if _is_running(pid))
-        left = sorted(_segments() - segments) if owns_cluster else []
-        if not alive and not left:
-            return
-        if time.monotonic() > deadline:
-            run.problems.append(f"left behind: processes {alive}, segments {left}")
-            return
-        time.sleep(_LOOK_S)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
