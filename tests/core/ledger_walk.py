@@ -3,8 +3,10 @@
 import argparse
 import random
 
-from ledger_machine import LAYER_GROUPS, PIN_IDS, POLICIES, LedgerMachine
+from ledger_machine import LedgerMachine
+from ledger_pins import PIN_IDS
 from ledger_requests import ENDINGS, SCOPES, STORIES
+from ledger_rules import LAYER_GROUPS, POLICIES
 
 REPLAY = "replay it: python tests/core/ledger_walk.py --seed {seed} --operations {num_operations}"
 
@@ -76,7 +78,7 @@ def walk(seed: int, num_operations: int, *, with_pins: bool = True) -> LedgerMac
         )
 
     operations = [submit, submit_a_search, machine.plan, commit, cancel, preempt, evict, reset, pin]
-    weights = [5, 1, 20, 20, 1, 2, 1, 0.3, 1 if with_pins else 0]
+    weights = [5, 1, 20, 20, 1, 2, 1, 0.3, 6 if with_pins else 0]
     num_done = 0
     while num_done < num_operations:
         draw.choices(operations, weights)[0]()
