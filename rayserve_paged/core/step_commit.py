@@ -199,9 +199,10 @@ class StepCommit:
         rows, tokens, indices = flight.sampled, token_ids, None
         check = ended_before or batch.num_beams > 0
         check |= bool(flight.forks or self._result.errors or batch.retiring)
+        # First, since beams may enter the row of one that was to be forked, and has ended.
+        forks = [first for first in flight.forks if batch.alive[rows[first]]]
         if batch.num_beams:
             self._committed.beams.extend(take_in_candidates(batch, rows, self._result.logprobs))
-        forks = [first for first in flight.forks if batch.alive[rows[first]]]
         if check:
             # Without ghosts and beams, and one sample of each row: a fork hands out the others.
             taken = batch.alive[rows]

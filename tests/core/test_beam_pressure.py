@@ -13,6 +13,7 @@ from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.sequence import Phase
 
 
@@ -43,6 +44,24 @@ def test_searches_that_do_not_fit_together_give_way_and_all_end_right(
     check_streams(driver, *requests)
     if budget == 64:
         assert driver.replica.batcher.num_preemptions > 0
+
+
+def test_beams_that_enter_the_row_of_a_cancelled_group_are_not_forked_in_its_place() -> None:
+    driver = ReplicaDriver(make_limits(num_blocks=40, vocab_size=31), max_num_seqs=10)
+    ending = make_request([30], 2, request_id="ending", beam_width=2)
+    group = make_request(range(9, 14), 8, request_id="group", n=3, temperature=1.0)
+    search = make_request(range(5), 8, request_id="search", n=2, beam_width=4)
+    other = make_request([20], 6, request_id="other")
+    for request in (ending, group, search, other):
+        driver.submit(request)
+    driver.step()
+    assert driver.plan is not None
+    assert len(driver.plan.rows) == 5, "one search ends, and three prompts are computed"
+    # As the first search ends the row of the group is freed, and the other search forks into it.
+    driver.cancel(group)
+    driver.run()
+    assert driver.reader().stream(group, 0).finish is FinishReason.CANCELLED
+    check_streams(driver, ending, search, other)
 
 
 @pytest.mark.parametrize("budget", [64, 3, 2, 1])
