@@ -4,14 +4,18 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from beam_checks import ENDINGS
+from beam_oracle import beam_search
 from model_rank import drive
 from replica_driver import Stream, make_request
 
 from rayserve_kernels.attention import TorchBackend
 from rayserve_paged.core.attention_window import FULL_ATTENTION, AttentionWindow
+from rayserve_paged.core.ids import RequestId
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.model.fingerprint import FingerprintModel, FingerprintOracle
 from rayserve_paged.model.parallel import SoloCollectives
@@ -19,9 +23,10 @@ from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import SamplingRow
 from rayserve_paged.model.spec import FingerprintConfig
 
-MAX_NUM_SEQS = 24
+MAX_NUM_SEQS = 64
 BLOCK_SIZE = 4
 SHARE_OF_NEED = 0.3
+SHARE_OF_SEARCHES = 0.2
 BIG_POOL = 640
 FULL = FingerprintConfig(
     num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=256, max_model_len=64
@@ -50,12 +55,55 @@ class Outcome:
         peak_held_blocks: Most blocks held after a step.
         num_preemptions: Sequences that gave way.
         num_hit_tokens: Prompt tokens that were found in the cache.
+        gave_way: Requests of which a sequence gave way.
     """
 
     streams: list[list[Stream]]
     peak_held_blocks: int
     num_preemptions: int
     num_hit_tokens: int
+    gave_way: set[RequestId]
+
+
+@dataclasses.dataclass
+class Tally:
+    """What was compared.
+
+    Args:
+        finishes: How many samples ended in each way.
+        whole_searches: Requests with beams that were not cancelled before they had ended.
+    """
+
+    finishes: Counter[FinishReason | None]
+    whole_searches: list[Request]
+
+
+def drawing(draw: random.Random) -> dict[str, Any]:
+    """Parameters of a request whose samples are drawn."""
+    num_samples, best_of = draw.choice([(1, None), (1, None), (2, None), (3, None), (1, 3)])
+    return {
+        "max_tokens": draw.randint(1, 16),
+        "temperature": draw.choice([0.0, 1.0, 1.3]),
+        "top_p": draw.choice([1.0, 0.9]),
+        "seed": draw.randrange(1 << 62),
+        "n": num_samples,
+        "best_of": best_of,
+        "stop_token_ids": (draw.randrange(256),),
+    }
+
+
+def searching(draw: random.Random) -> dict[str, Any]:
+    """Parameters of a request whose outputs are searched for."""
+    length_penalty, early_stopping = draw.choice(ENDINGS)
+    return {
+        "max_tokens": draw.randint(1, 16),
+        "n": draw.randint(1, 2),
+        "beam_width": draw.randint(2, 4),
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+        # So many that beams end before their last token.
+        "stop_token_ids": tuple(draw.sample(range(256), 24)),
+    }
 
 
 def workload(seed: int, num_requests: int) -> list[Arrival]:
@@ -65,22 +113,19 @@ def workload(seed: int, num_requests: int) -> list[Arrival]:
     arrivals = []
     for number in range(num_requests):
         own = [draw.randrange(256) for _ in range(draw.randint(1, 6))]
-        num_samples, best_of = draw.choice([(1, None), (1, None), (2, None), (3, None), (1, 3)])
-        max_tokens = draw.randint(1, 16)
         window = draw.choice([None, None, None, 5, 12])
+        is_search = draw.random() < SHARE_OF_SEARCHES
+        # The beams of a search part after a short prompt, so that they outgrow the pool.
+        num_shared = draw.randint(0, 10 if is_search else 24)
         request = make_request(
-            draw.choice(stories)[: draw.randint(0, 24)] + own,
-            max_tokens,
+            draw.choice(stories)[:num_shared] + own,
             request_id=f"q{number}",
+            # Of equally urgent ones rather others than beams give way.
+            priority=draw.choice([0, 1, 1] if is_search else [-1, 0, 0]),
             tenant_salt=draw.choice([None, "one", "two"]),
-            temperature=draw.choice([0.0, 1.0, 1.3]),
-            top_p=draw.choice([1.0, 0.9]),
-            seed=draw.randrange(1 << 62),
-            n=num_samples,
-            best_of=best_of,
-            stop_token_ids=(draw.randrange(256),),
             window=window,
             num_sink_tokens=0 if window is None else draw.choice([0, 1, 4]),
+            **(searching(draw) if is_search else drawing(draw)),
         )
         cancelled_after = draw.randint(0, 20) if draw.random() < 0.15 else None
         arrivals.append(Arrival(request, draw.randint(0, num_requests // 8), cancelled_after))
@@ -107,6 +152,7 @@ def run(
     )
     coming = sorted(arrivals, key=lambda arrival: arrival.step)
     to_cancel: list[tuple[int, Request]] = []
+    gave_way: set[RequestId] = set()
     step = peak = 0
     while coming or driver.plans:
         while coming and (coming[0].step <= step or not driver.plans):
@@ -120,6 +166,7 @@ def run(
         driver.step()
         driver.poll()
         peak = max(peak, driver.replica.kv.pool.num_held)
+        gave_way |= {s.request.request_id for s in driver.replica.sequences if s.num_preemptions}
         step += 1
     driver.run()
     assert driver.num_free == num_blocks, "blocks are held at the end"
@@ -134,6 +181,7 @@ def run(
         peak,
         batcher.num_preemptions,
         batcher.num_hit_tokens,
+        gave_way,
     )
 
 
@@ -167,18 +215,37 @@ def drawn(request: Request, config: FingerprintConfig, sibling: int) -> tuple[in
     return tuple(outputs)
 
 
-def check(
-    arrivals: Sequence[Arrival], outcome: Outcome, config: FingerprintConfig
-) -> Counter[FinishReason | None]:
+def found(request: Request, config: FingerprintConfig) -> list[tuple[int, ...]]:
+    """Search over log-probabilities that are computed from tokens alone, without a cache."""
+
+    def next_logprobs(token_ids: Sequence[int]) -> list[float]:
+        sequence = FingerprintOracle(config, window=request.scope.window or FULL_ATTENTION)
+        for token_id in token_ids:
+            sequence.append(token_id)
+        return sequence.logits().double().log_softmax(-1).tolist()
+
+    outputs, _num_steps = beam_search(next_logprobs, request.prompt_token_ids, request.params, ())
+    return [output.token_ids for output in outputs[: request.params.n]]
+
+
+def check(arrivals: Sequence[Arrival], outcome: Outcome, config: FingerprintConfig) -> Tally:
     """Compare every sample with the same request alone and with the model without a cache."""
-    finishes: Counter[FinishReason | None] = Counter()
+    tally = Tally(Counter(), [])
     for arrival, streams in zip(arrivals, outcome.streams, strict=True):
         request = arrival.request
         expected = alone(request, config)
-        for sibling, stream in enumerate(streams):
-            whole = expected[sibling]
-            assert whole == drawn(request, config, sibling)
-            finishes[stream.finish] += 1
+        if request.params.beam_width is not None:
+            assert expected == found(request, config)
+            # Nothing is told of a search before it has ended.
+            if streams[0].finish is not FinishReason.CANCELLED:
+                tally.whole_searches.append(request)
+            else:
+                assert all(stream.token_ids == () for stream in streams)
+        else:
+            siblings = range(request.params.num_siblings)
+            assert expected == [drawn(request, config, sibling) for sibling in siblings]
+        for whole, stream in zip(expected, streams, strict=True):
+            tally.finishes[stream.finish] += 1
             if stream.finish is FinishReason.CANCELLED:
                 assert arrival.cancelled_after is not None
                 assert stream.token_ids == whole[: len(stream.token_ids)]
@@ -186,12 +253,12 @@ def check(
             assert stream.token_ids == whole
             stopped = whole[-1] in request.params.stop_token_ids
             assert stream.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-    return finishes
+    return tally
 
 
 def run_under_pressure(
     seed: int, num_requests: int, config: FingerprintConfig, **batch: int
-) -> tuple[Outcome, Counter[FinishReason | None], int]:
+) -> tuple[Outcome, Tally, int]:
     """Run a workload in a pool of 30% of what it holds where there is enough."""
     arrivals = workload(seed, num_requests)
     need = run(arrivals, BIG_POOL, config, **batch)
@@ -205,11 +272,14 @@ def run_under_pressure(
 def test_two_hundred_requests_at_30_percent_of_their_need_are_each_as_alone(
     config: FingerprintConfig,
 ) -> None:
-    outcome, finishes, _ = run_under_pressure(1, 200, config, pipeline_depth=2)
+    outcome, tally, _ = run_under_pressure(1, 200, config, pipeline_depth=2)
     assert outcome.num_preemptions > 5
     assert outcome.num_hit_tokens > 100
-    assert finishes[FinishReason.CANCELLED] > 5
-    assert finishes[FinishReason.LENGTH] > 200
+    assert tally.finishes[FinishReason.CANCELLED] > 5
+    assert tally.finishes[FinishReason.LENGTH] > 200
+    whole = tally.whole_searches
+    assert len(whole) > 20
+    assert sum(request.scope.window is not None for request in whole) > 3
 
 
 @pytest.mark.prove
@@ -220,11 +290,13 @@ def test_two_hundred_requests_at_30_percent_of_their_need_are_each_as_alone(
 def test_a_thousand_requests_at_30_percent_of_their_need_are_each_as_alone(
     seed: int, config: FingerprintConfig, batch: dict[str, int]
 ) -> None:
-    outcome, finishes, num_blocks = run_under_pressure(seed, 1000, config, **batch)
+    outcome, tally, num_blocks = run_under_pressure(seed, 1000, config, **batch)
     print(
         f"\nseed {seed}, {batch}, {len(config.layer_windows or (1,))} layer groups: "
-        f"{finishes.total()} samples in {num_blocks} blocks, "
+        f"{tally.finishes.total()} samples in {num_blocks} blocks, "
         f"{outcome.num_preemptions} preemptions, {outcome.num_hit_tokens} tokens found, "
-        f"{finishes[FinishReason.CANCELLED]} cancelled"
+        f"{tally.finishes[FinishReason.CANCELLED]} cancelled, "
+        f"{len(tally.whole_searches)} whole searches, "
+        f"{sum(r.request_id in outcome.gave_way for r in tally.whole_searches)} that gave way"
     )
     assert outcome.num_preemptions > 5
