@@ -45,9 +45,11 @@ def test_twenty_thousand_random_operations_break_nothing() -> None:
         assert events[name] >= 10, f"hardly any were {name}: {events}"
 
 
-@pytest.mark.parametrize("seed", [1057])
-def test_a_walk_that_once_broke_something_breaks_nothing_any_more(seed: int) -> None:
-    walk(seed, OPERATIONS_OF_A_WALK, with_pins=False)
+@pytest.mark.parametrize(("seed", "with_pins"), [(1057, False), (1235, True), (1638, True)])
+def test_a_walk_that_once_broke_something_breaks_nothing_any_more(
+    seed: int, with_pins: bool
+) -> None:
+    walk(seed, OPERATIONS_OF_A_WALK, with_pins=with_pins)
 
 
 @pytest.mark.prove
