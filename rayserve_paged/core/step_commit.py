@@ -8,6 +8,7 @@ from rayserve_paged.core.beam_commit import end_beams, take_in_candidates
 from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.ids import ConsumerId
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.row_readers import Readers
 from rayserve_paged.core.running_batch import Flight, RunningBatch, SteadyState
 from rayserve_paged.core.scored_tokens import take_in_scores
 from rayserve_paged.core.sequence import SequenceState
@@ -83,18 +84,19 @@ class StepCommit:
             batch.ahead[self._flight.sampled] -= self._flight.num_ahead
         if self._flight.scoring:
             take_in_scores(self._flight.scoring, result.prompt_logprobs)
-        if num_run > 1 and self._is_undisturbed():
-            self._take_in_at_once()
-            return self._committed
+        first = 0
+        if num_run > 1 and (num_calm := self._num_calm_steps()):
+            first = min(num_calm + 1, num_run)
+            self._take_in_at_once(first)
         if self._flight.held:
             # First, so that what was copied is let go before what precedes it in a chain.
             batch.kv.pool.release_each(self._flight.held)
-        for step, token_ids in enumerate(result.token_ids):
+        for step in range(first, num_run):
             batch.computed[plan.rows] += plan.num_tokens if step == 0 else 1
             if step == num_run - 1 and result.errors:
                 self._fail_rows(result.errors)
             self._note_computed(plan.rows)
-            self._take_in(token_ids, ended_before=step > 0)
+            self._take_in(result.token_ids[step], ended_before=step > 0)
         if batch.retiring:
             batch.free_retired()
         return self._committed
@@ -162,27 +164,51 @@ class StepCommit:
                 if is_new and sequence.retention is not None:
                     kv.retention.seal(block_id, block_index, sequence.retention)
 
-    def _is_undisturbed(self) -> bool:
-        """Return whether in none of a plan's several steps anything ends."""
+    def _num_calm_steps(self) -> int:
+        """Return how many of a plan's first steps end nothing."""
         batch, flight, result = self._batch, self._flight, self._result
         rows = flight.sampled
         if batch.retiring or flight.held or flight.forks or result.errors:
-            return False
-        if (batch.known[rows] + len(result.token_ids) >= batch.max_known[rows]).any():
-            return False
-        return not batch.may_stop(result.token_ids).any()
+            return 0
+        num_calm = int(np.minimum.reduce(batch.max_known[rows] - batch.known[rows])) - 1
+        stops = batch.may_stop(result.token_ids)
+        if np.count_nonzero(stops):
+            num_calm = min(num_calm, int(stops.any(axis=1).argmax()))
+        return min(num_calm, len(result.token_ids))
 
-    def _take_in_at_once(self) -> None:
-        """Take in all steps of a plan: what its single steps would do, one after the other."""
+    def _take_in_at_once(self, num_steps: int) -> None:
+        """Take in the first steps of a plan: what its single steps would do, one after the other.
+
+        Args:
+            num_steps: Steps of which all but the last end nothing.
+        """
         batch, plan, rows = self._batch, self._flight.plan, self._flight.sampled
-        token_ids = self._result.token_ids
+        token_ids = self._result.token_ids[:num_steps]
         outputs = batch.known[rows] - batch.num_prompt[rows]
         batch.append_steps(rows, token_ids)
-        batch.computed[plan.rows] += plan.num_tokens + (len(token_ids) - 1)
+        batch.computed[plan.rows] += plan.num_tokens + (num_steps - 1)
         self._note_computed(plan.rows)
-        for consumer_id, chosen, names in batch.readers.of(rows):
-            mine = slice(None) if chosen is None else chosen
-            run = TokenRun(names, outputs[mine], token_ids[:, mine])
+        ends = batch.known[rows] >= batch.max_known[rows]
+        ends |= batch.may_stop(token_ids[-1])
+        if not np.count_nonzero(ends):
+            self._tell_runs(batch.readers.of(rows), outputs, token_ids)
+            return
+        ending, going_on = ends.nonzero()[0], (~ends).nonzero()[0]
+        readers = batch.readers.of(rows[ending])
+        self._tell_runs(readers, outputs[ending], token_ids[:-1, ending])
+        for index in ending.tolist():
+            self._tell(batch.sequence(int(rows[index])), int(token_ids[-1, index]), index)
+        if len(going_on):
+            readers = batch.readers.of(rows[going_on])
+            self._tell_runs(readers, outputs[going_on], token_ids[:, going_on])
+
+    def _tell_runs(self, readers: Readers, outputs: IntArray, token_ids: IntArray) -> None:
+        """Note further tokens of rows: int32 [n] output indices, int32 [num_steps, n] ids."""
+        for consumer_id, chosen, names in readers:
+            if chosen is not None:
+                run = TokenRun(names, outputs[chosen], token_ids[:, chosen])
+            else:
+                run = TokenRun(names, outputs, token_ids)
             self._committed.news.append((consumer_id, run))
 
     def _trim(self, rows: IntArray) -> None:
@@ -208,15 +234,15 @@ class StepCommit:
             taken = batch.alive[rows]
             taken[1:] &= rows[1:] != rows[:-1]
             taken &= ~batch.is_beam[rows]
-            indices = np.flatnonzero(taken)
+            indices = taken.nonzero()[0]
             rows, tokens = rows[indices], tokens[indices]
         if not len(rows):
             return
         batch.append(rows, tokens)
         special = ~batch.plain[rows] | (batch.known[rows] >= batch.max_known[rows])
         special |= batch.may_stop(tokens)
-        if special.any():
-            for i in np.flatnonzero(special).tolist():
+        if np.count_nonzero(special):
+            for i in special.nonzero()[0].tolist():
                 index = i if indices is None else int(indices[i])
                 self._tell(batch.sequence(int(rows[i])), int(tokens[i]), index)
             rows, tokens = rows[~special], tokens[~special]
@@ -224,10 +250,7 @@ class StepCommit:
             self._fork(first, token_ids)
         if len(rows):
             outputs = batch.known[rows] - batch.num_prompt[rows] - 1
-            for consumer_id, chosen, names in batch.readers.of(rows):
-                mine = slice(None) if chosen is None else chosen
-                run = TokenRun(names, outputs[mine], tokens[None, mine])
-                self._committed.news.append((consumer_id, run))
+            self._tell_runs(batch.readers.of(rows), outputs, tokens[None])
 
     def _is_steady(self) -> bool:
         """Return whether there is nothing to a step of the steady state but one more token each."""
@@ -252,10 +275,7 @@ class StepCommit:
             self._trim(rows)
         tokens = self._result.token_ids[0]
         batch.append_steady(steady, tokens)
-        for consumer_id, chosen, names in steady.readers:
-            mine = slice(None) if chosen is None else chosen
-            run = TokenRun(names, outputs[mine], tokens[None, mine])
-            self._committed.news.append((consumer_id, run))
+        self._tell_runs(steady.readers, outputs, tokens[None])
 
     def _tell(self, sequence: SequenceState, token_id: int, index: int) -> None:
         """Note a token that is more than a further one: the first, the last, one with details."""

@@ -10,7 +10,7 @@ from replica_driver import ReplicaDriver, Stream, make_limits, make_request
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.ids import BlockId, BlockKey
 from rayserve_paged.core.request import FinishReason, Request
-from rayserve_paged.core.stream_messages import TokenRun
+from rayserve_paged.core.stream_messages import StreamItem, TokenRun
 from rayserve_paged.sim.fingerprint_rank import oracle
 
 
@@ -196,5 +196,35 @@ def test_the_steps_of_a_plan_are_told_as_one_run() -> None:
     assert run.indices.tolist() == [1, 1]
     expected = [oracle(request, driver.limits).token_ids[1:5] for request in requests]
     assert run.token_ids.T.tolist() == [list(tokens) for tokens in expected]
+    driver.read_answers()
+    driver.run()
+
+
+def test_of_a_plan_that_ends_a_stream_the_others_are_told_as_one_run() -> None:
+    driver = ReplicaDriver(make_limits(num_blocks=32, block_size=16), max_decode_steps=8)
+    requests = [make_request([i, 5], 4 + 5 * i, request_id=f"q{i}") for i in range(2)]
+    driver.submit(make_request([0], 1, request_id="before"))
+    for request in requests:
+        driver.submit(request)
+    driver.step()
+    driver.step()
+    driver.poll()  # Takes the first tokens.
+    assert driver.plan is not None
+    assert driver.plan.num_steps == 3, "the first stream may end there"
+    driver.poll()
+    driver.finish(driver.execute())
+    (answer,) = driver.answers
+    before_end, end, going_on = answer.delivery.items
+    ended, longer = (oracle(request, driver.limits).token_ids for request in requests)
+    assert isinstance(before_end, TokenRun)
+    assert [name.request_id for name in before_end.names] == ["q0"]
+    assert before_end.indices.tolist() == [1]
+    assert before_end.token_ids.T.tolist() == [list(ended[1:3])]
+    assert isinstance(end, StreamItem)
+    assert (end.index, end.token_ids, end.finish) == (3, ended[3:], FinishReason.LENGTH)
+    assert isinstance(going_on, TokenRun)
+    assert [name.request_id for name in going_on.names] == ["q1"]
+    assert going_on.indices.tolist() == [1]
+    assert going_on.token_ids.T.tolist() == [list(longer[1:4])]
     driver.read_answers()
     driver.run()
