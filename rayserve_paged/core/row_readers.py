@@ -42,7 +42,7 @@ class RowReaders:
         """
         consumers = self._consumer[rows]
         first = int(consumers[0])
-        if (consumers == first).all():
+        if np.count_nonzero(consumers == first) == len(consumers):
             return [(self._consumers[first], None, self._names_of(rows))]
         return [
             (self._consumers[consumer], consumers == consumer, names)

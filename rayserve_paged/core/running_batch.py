@@ -404,6 +404,8 @@ class RunningBatch:
         """Return which tokens end some running sequence, bool [n]: a superset of what ends."""
         # The last entry is never set: it stands for all ids beyond the table.
         last = len(self._stop_table) - 1
+        if not last:
+            return np.zeros(token_ids.shape, np.bool_)
         return self._stop_table[np.minimum(token_ids, last)]
 
     def _note_stops(self, stop_ids: Iterable[int]) -> None:

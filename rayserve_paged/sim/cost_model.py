@@ -101,8 +101,8 @@ class StepWork:
 def count_work(num_computed: IntArray, num_tokens: IntArray, num_steps: int) -> StepWork:
     """Count the work of a plan's steps; arguments as `CostModel.step_seconds`."""
     num_rows = len(num_tokens)
-    first = int(num_tokens.sum())
-    reach = int(num_computed.sum()) + first
+    first = int(np.add.reduce(num_tokens))
+    reach = int(np.add.reduce(num_computed)) + first
     context = reach + num_rows * np.arange(num_steps)
     tokens = np.full(num_steps, num_rows)
     if first == num_rows:
@@ -179,13 +179,29 @@ class RooflineCost:
         del num_active
         work = count_work(num_computed, num_tokens, num_steps)
         per = self._per
+        if work.num_pairs is work.num_context_tokens:
+            return self._decode_seconds(work, num_samples)
         layers = np.maximum(work.num_tokens * per.token_s, per.weights_s)
         attention = np.maximum(work.num_pairs * per.pair_s, work.num_context_tokens * per.context_s)
         reduced = per.reduce_s + work.num_tokens * per.reduce_token_s
+        return np.asarray(layers + attention + reduced + self._fixed_s(num_samples), np.float64)
+
+    def _decode_seconds(self, work: StepWork, num_samples: int) -> FloatArray:
+        """Return the same for steps that compute one token of each row: but for attention, all of
+        them are alike.
+        """
+        per, num_tokens = self._per, int(work.num_tokens[0])
+        layers = max(num_tokens * per.token_s, per.weights_s)
+        attention = work.num_context_tokens * max(per.pair_s, per.context_s)
+        reduced = per.reduce_s + num_tokens * per.reduce_token_s
+        return np.asarray(layers + attention + reduced + self._fixed_s(num_samples), np.float64)
+
+    def _fixed_s(self, num_samples: int) -> float:
+        """Return what a step takes beside its tokens' way through the layers."""
         fixed = self.overhead_s + self.gpu.host_link.transfer_s(TOKEN_BYTES * num_samples)
         if num_samples:
-            fixed += max(num_samples * per.sample_s, per.head_s)
-        return np.asarray(layers + attention + reduced + fixed, np.float64)
+            fixed += max(num_samples * self._per.sample_s, self._per.head_s)
+        return fixed
 
     def _rates(self) -> "_Rates":
         shape, width = self.shape, self.tensor_parallel_size

@@ -179,7 +179,7 @@ class SimulatedExecutor:
         # Summed one after the other, as single steps would be.
         begin = self._engine.now
         seconds[0] += begin
-        ends = np.cumsum(seconds)
+        ends = seconds.cumsum()
         self._running = _Running(plan, begin, ends, plan.num_steps)
         self._engine.at(self._running.due_s, self._end, self._running, self._running.due_s)
 
@@ -216,7 +216,8 @@ class SimulatedExecutor:
         indices = plan.sample_indices
         rows = plan.rows[indices]
         streams = self._streams[rows]
-        for i in np.flatnonzero(plan.sample_siblings != self._siblings[rows]).tolist():
+        # Several times as fast as `flatnonzero` for a few rows.
+        for i in (plan.sample_siblings != self._siblings[rows]).nonzero()[0].tolist():
             start = self._starts[rows[i]]
             assert start is not None, "rows start before they sample"
             streams[i] = _stream(start, int(plan.sample_siblings[i]))
@@ -267,7 +268,7 @@ class SimulatedExecutor:
         waited = ends_s[0] - self._token_s[rows]
         self._gaps.add(waited[~np.isnan(waited)])
         if len(ends_s) > 1:
-            self._gaps.add(np.diff(ends_s), len(rows))
+            self._gaps.add(ends_s[1:] - ends_s[:-1], len(rows))
         self._token_s[rows] = ends_s[-1]
         self._num_outputs[rows] = first[num_again <= 0] + len(ends_s)
 
