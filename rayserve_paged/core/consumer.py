@@ -280,9 +280,10 @@ class Consumer:
         if source in self._lost:
             return []
         self._polls.answer(source, delivery.sequence, now, poll_id)
-        updates = []
-        for name, news in take_in(delivery, functools.partial(self._find, source)).items():
-            updates += self._accept(name, news, delivery.replica_id, now)
+        updates: list[StreamUpdate] = []
+        find = functools.partial(self._find, source)
+        for news in take_in(delivery, self._open, find):
+            self._accept(news, delivery.replica_id, now, updates)
         if delivery.fenced is not None:
             updates += self.lose([ReplicaLost(*source, delivery.fenced, ())], now)
         return updates
@@ -312,16 +313,16 @@ class Consumer:
         return True
 
     def _accept(
-        self, name: StreamName, news: News, replica_id: ReplicaId, now: float
-    ) -> list[StreamUpdate]:
-        known = news.known
+        self, news: News, replica_id: ReplicaId, now: float, updates: list[StreamUpdate]
+    ) -> None:
+        """Add what is to be handed out of one stream."""
+        name, known = news.name, news.known
         if known.attempt != name.attempt:
-            return []  # Lost with another sample of this delivery.
+            return  # Lost with another sample of this delivery.
         finish = news.finish
         given_up = finish is FinishReason.CANCELLED and name.sibling not in known.cancelled
         if given_up:
             finish = None
-        updates = []
         if news.token_ids or finish is not None:
             updates.append(
                 StreamUpdate(
@@ -345,7 +346,6 @@ class Consumer:
         elif given_up:
             # The replica gave up on this consumer, which is there after all.
             updates += self._lose_attempt(known, None, now)
-        return updates
 
     # --- loss -----------------------------------------------------------------------------
 

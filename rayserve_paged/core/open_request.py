@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from array import array
+from typing import TYPE_CHECKING
 
 from rayserve_paged.core.controller_messages import SubmitRequest
 from rayserve_paged.core.delivered import DeliveredSample
 from rayserve_paged.core.ids import Attempt, Incarnation, ReplicaId
 from rayserve_paged.core.request import Request
+
+if TYPE_CHECKING:
+    from rayserve_paged.core.stream_intake import News
 
 Source = tuple[ReplicaId, Incarnation]
 """A life of a replica, from which streams are read."""
@@ -21,10 +25,17 @@ _MAX_PAUSES = 8
 
 @dataclasses.dataclass(slots=True)
 class Stream:
-    """What is accepted of one sample that has not finished."""
+    """What is accepted of one sample that has not finished.
+
+    Args:
+        token_ids: Its output so far.
+        num_cached_tokens: Prompt tokens that came from the prefix cache.
+        news: What the delivery that is being taken in has brought; None at any other time.
+    """
 
     token_ids: array[int] = dataclasses.field(default_factory=lambda: array("i"))
     num_cached_tokens: int = 0
+    news: News | None = None
 
 
 class OpenRequest:
@@ -41,6 +52,7 @@ class OpenRequest:
     """
 
     __slots__ = (
+        "attempt",
         "cancelled",
         "complaint",
         "current",
@@ -88,6 +100,8 @@ class OpenRequest:
         self._begin(now)
 
     def _begin(self, now: float) -> None:
+        # The one that is accepted.
+        self.attempt = self.current.attempt
         self.source: Source | None = None
         self.is_pinned = False
         self.has_progressed = False
@@ -98,11 +112,6 @@ class OpenRequest:
         self.unplaced_since: float | None = now
         self.why_unplaced = "its submission was not answered"
         self.withdraw_at = now if self.cancelled else _NEVER
-
-    @property
-    def attempt(self) -> Attempt:
-        """The attempt that is accepted."""
-        return self.current.attempt
 
     @property
     def is_cancelled(self) -> bool:

@@ -1,6 +1,5 @@
 """What a consumer hands to whoever reads its streams."""
 
-import dataclasses
 from typing import NamedTuple
 
 from rayserve_paged.core.controller_messages import SubmitRequest, WithdrawRequest
@@ -11,9 +10,9 @@ from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.step_messages import TokenLogprobs
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StreamUpdate:
-    """What is new of one request, each token exactly once.
+class StreamUpdate(NamedTuple):
+    """What is new of one request, each token exactly once. One is made for each stream of each
+    delivery, hence a tuple.
 
     Args:
         request_id: The request.
