@@ -40,10 +40,14 @@ class Directory:
         """Take in what one replica reports."""
         bit = 1 << slot
         holders = self._holders
-        for key in published:
-            held = holders.get(key)
-            # Keys with one holder share one number, which is half of what an entry takes.
-            holders[key] = bit if held is None else held | bit
+        # Keys with one holder share one number, which is half of what an entry takes.
+        fresh = dict.fromkeys(published, bit)
+        if holders.keys().isdisjoint(fresh):
+            holders.update(fresh)
+        else:
+            for key in fresh:
+                held = holders.get(key)
+                holders[key] = bit if held is None else held | bit
         for key in evicted:
             left = holders.get(key, 0) & ~bit
             if left:
@@ -58,6 +62,9 @@ class Directory:
     def expect(self, slot: int, keys: Sequence[BlockKey]) -> None:
         """Count keys as held by a replica that was given a request with them."""
         bit, expected = 1 << slot, self._expected
+        if expected.keys().isdisjoint(keys):
+            expected.update(dict.fromkeys(keys, bit))
+            return
         for key in keys:
             expected[key] = expected.get(key, 0) | bit
 
@@ -68,11 +75,9 @@ class Directory:
         """
         others, expected = ~(1 << slot), self._expected
         for key in keys:
-            left = expected.get(key, 0) & others
+            left = expected.pop(key, 0) & others
             if left:
                 expected[key] = left
-            else:
-                expected.pop(key, None)
 
     @property
     def num_expected(self) -> int:
