@@ -38,6 +38,7 @@ from rayserve_paged.core.replay import new_controller, new_replica
 from rayserve_paged.core.replica_messages import RegisterReplica
 from rayserve_paged.core.request import ModelLimits, Request
 from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.sim.collector import spared_by_collector
 from rayserve_paged.sim.consumer_host import ConsumerHost, Watch
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
@@ -238,7 +239,10 @@ class Cluster:
         Raises:
             ValueError: They are out of order.
         """
-        arrivals = iter(requests)
+        with spared_by_collector():
+            return self._run(iter(requests))
+
+    def _run(self, arrivals: Iterator[SimRequest]) -> SimReport:
         self._await_next(arrivals)
         self._take_loads()
         self.engine.run_while(lambda: self.log.num_ended < self._num_arrived)
