@@ -397,6 +397,8 @@ class Replica:
                 self._end(sequence, FinishReason.DEADLINE, None)
 
     def _expire(self, consumers: list[ConsumerId]) -> None:
+        if not consumers:
+            return
         gone = set(consumers)
         for sequence in self.sequences:
             if sequence.consumer_id in gone:
