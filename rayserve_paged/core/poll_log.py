@@ -20,8 +20,8 @@ class PollLog:
         self.num_polls = 0
         self._answer_s = poll_timeout_s + ANSWER_SLACK_S
         self._acks: dict[Source, int] = {}
-        # The latest poll of each and when it was sent, while that was not answered; and when the
-        # source last answered any.
+        # The latest poll of each and when it was sent, while that was not answered; and since when
+        # the source is silent: its last answer, or the first poll after it.
         self._polled: dict[Source, tuple[int, float]] = {}
         self._heard: dict[Source, float] = {}
         # What each delivered that was not accepted from there.
@@ -30,8 +30,10 @@ class PollLog:
     def poll(self, source: Source, now: float) -> tuple[int, tuple[tuple[RequestId, Attempt], ...]]:
         """Note a poll; return the acknowledgement, and the attempts that are not wanted."""
         self.num_polls += 1
+        if source not in self._polled:
+            # Since it answered the last one nothing was asked of it.
+            self._heard[source] = now
         self._polled[source] = (self.num_polls, now)
-        self._heard.setdefault(source, now)
         return self._acks.get(source, 0), tuple(self._unwanted.pop(source, ()))
 
     def answer(self, source: Source, sequence: int, now: float, poll_id: int | None) -> None:

@@ -22,6 +22,7 @@ from rayserve_paged.core.errors import (
     PoisonedRequestError,
 )
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.poll_log import PollLog
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.step_messages import TokenLogprobs
 from rayserve_paged.core.stream_messages import Delivery, StreamItem, StreamName
@@ -450,3 +451,14 @@ def test_a_request_that_was_never_on_trial_is_never_failed_for_deaths() -> None:
         assert lose(consumer, ReplicaId(f"r{attempt}")) == []
         (request,) = submissions(consumer)
         assert request.num_deaths == attempt + 1
+
+
+def test_a_replica_that_nobody_asked_for_long_is_not_silent_once_it_is_polled_again() -> None:
+    polls, source = PollLog(poll_timeout_s=2.0), (R0, LIFE)
+    polls.poll(source, 0.0)
+    polls.answer(source, 1, 0.5, None)
+    polls.poll(source, 100.0)
+    assert polls.silent(101.0) == []
+    polls.poll(source, 103.0)  # Repeated, since no answer came.
+    assert polls.silent(108.9) == []
+    assert polls.silent(109.0) == [source]
