@@ -419,6 +419,8 @@ class Replica:
         self.pins.clear()
 
     def _pin(self, event: PinPrefix) -> PinAnswered:
+        if self.fenced is not None:
+            return PinAnswered(event.pin_id, 0, None)
         limits, token_ids = self.limits, event.token_ids
         root = self.scope.root(event.scope)
         keys = extend_chain(root, token_ids, limits.block_size, event.attachments)

@@ -150,6 +150,15 @@ def test_the_end_of_a_cache_ends_its_pins(event: ResetCache | FenceReplica) -> N
     assert driver.replica.accounting().num_pinned_blocks == 0
 
 
+def test_a_fenced_replica_keeps_nothing_for_a_pin() -> None:
+    driver = make_driver()
+    driver.generate(make_request(range(9), 1))
+    driver.send(FenceReplica("a rank is gone"))
+    answer = pin(driver, SYSTEM, range(9))
+    assert (answer.num_tokens, answer.refused) == (0, None)
+    assert driver.replica.kv.pool.num_held == 0
+
+
 def test_a_pin_in_several_layer_groups_keeps_what_prompts_read_of_each() -> None:
     groups = (AttentionWindow(), AttentionWindow(3, num_sink_tokens=1))
     driver = make_driver(num_blocks=24, max_pinned_blocks=9, layer_groups=groups)
