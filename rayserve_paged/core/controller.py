@@ -126,6 +126,11 @@ class Controller:
         return {name: live.incarnation for name, live in self._fleet.replicas.items()}
 
     @property
+    def fleet(self) -> Fleet:
+        """Its replicas and books, for those who check them."""
+        return self._fleet
+
+    @property
     def term(self) -> Term:
         """Which life of the controller this is."""
         return self._fleet.term

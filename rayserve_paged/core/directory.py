@@ -23,8 +23,9 @@ class Directory:
     prompt's keys over all replicas is one AND per key.
 
     Args:
-        max_keys: Beyond so many, the tenth that was published or matched longest ago is forgotten.
-            A prompt is then placed as if nobody held them, though its replica still finds them.
+        max_keys: Beyond so many, the tenth that was published or matched longest ago is forgotten;
+            matches count while it is more than half full. A prompt is then placed as if nobody held
+            what was forgotten, though its replica still finds it.
     """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
@@ -83,6 +84,14 @@ class Directory:
     def num_expected(self) -> int:
         """Keys that some replica is expected to hold."""
         return len(self._expected)
+
+    def held(self, slot: int) -> set[BlockKey]:
+        """Return the keys that a replica holds, as it told."""
+        return {key for key, slots in self._holders.items() if slots >> slot & 1}
+
+    def expected(self, slot: int) -> set[BlockKey]:
+        """Return the keys that a replica is expected to hold."""
+        return {key for key, slots in self._expected.items() if slots >> slot & 1}
 
     def replace(self, slot: int, keys: Iterable[BlockKey]) -> None:
         """Take in all that a replica holds; what it is expected to hold stays."""

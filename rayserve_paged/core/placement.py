@@ -7,7 +7,8 @@ arrays with one entry per replica: a placement makes no object per replica.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 import numpy as np
@@ -35,7 +36,7 @@ _NUM_RECENT: Final = 64
 
 
 @dataclasses.dataclass(slots=True)
-class _Promise:
+class Promise:
     """What one request adds to the load of its replica."""
 
     num_rows: int
@@ -63,7 +64,7 @@ class Placement:
         self._slot_of: dict[ReplicaId, int] = {}
         self._names: list[ReplicaId | None] = []
         self._limits: list[ModelLimits | None] = []
-        self._promises: list[dict[RequestId, _Promise]] = []
+        self._promises: list[dict[RequestId, Promise]] = []
         self._is_live = np.zeros(0, np.bool_)
         self._max_num_seqs = np.zeros(0, np.int64)
         self._num_seqs = np.zeros(0, np.int64)
@@ -141,6 +142,18 @@ class Placement:
     def num_seqs(self, replica_id: ReplicaId) -> int:
         """Return the sequences of the requests that a live replica has not finished."""
         return int(self._num_seqs[self._slot_of[replica_id]])
+
+    def promises(self, replica_id: ReplicaId) -> Mapping[RequestId, Promise]:
+        """Return what a live replica was promised that has not ended."""
+        return self._promises[self._slot_of[replica_id]]
+
+    def held_keys(self, replica_id: ReplicaId) -> AbstractSet[BlockKey]:
+        """Return the keys that a live replica holds, as far as is known."""
+        return self.directory.held(self._slot_of[replica_id])
+
+    def expected_keys(self, replica_id: ReplicaId) -> AbstractSet[BlockKey]:
+        """Return the keys that a live replica is to hold once it has computed them."""
+        return self.directory.expected(self._slot_of[replica_id])
 
     def _grow(self) -> None:
         self._names.append(None)
@@ -227,7 +240,7 @@ class Placement:
     ) -> None:
         """Note what a live replica has promised to a request that was not placed from here."""
         slot = self._slot_of[replica_id]
-        self._promises[slot][request_id] = _Promise(num_rows, num_tokens, 0, ())
+        self._promises[slot][request_id] = Promise(num_rows, num_tokens, 0, ())
         self._num_seqs[slot] += num_rows
         self._num_pending_tokens[slot] += num_tokens
 
@@ -239,7 +252,7 @@ class Placement:
         self._num_pending_tokens[slot] -= promise.num_tokens
         self._dequeue(slot, promise)
 
-    def _dequeue(self, slot: int, promise: _Promise) -> None:
+    def _dequeue(self, slot: int, promise: Promise) -> None:
         self._num_queued_tokens[slot] -= promise.num_queued_tokens
         self.directory.settle(slot, promise.expected)
         promise.num_queued_tokens, promise.expected = 0, ()
@@ -252,7 +265,7 @@ class Placement:
         num_to_compute = max(1, len(request.prompt_token_ids) - num_cached_tokens)
         expected = keys[num_cached:]
         self.directory.expect(slot, expected)
-        promise = _Promise(request.num_rows, request.num_promised_tokens, num_to_compute, expected)
+        promise = Promise(request.num_rows, request.num_promised_tokens, num_to_compute, expected)
         self._promises[slot][request.request_id] = promise
         self._num_seqs[slot] += promise.num_rows
         self._num_pending_tokens[slot] += promise.num_tokens

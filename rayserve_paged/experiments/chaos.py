@@ -8,13 +8,25 @@ import dataclasses
 from collections.abc import Callable
 
 from rayserve_paged.core import invariants
-from rayserve_paged.core.event_log import CONTROLLER, LogEntry, LoggedCommands
+from rayserve_paged.core.event_log import CONTROLLER, LogEntry, LoggedCommands, LoggedEvent
 from rayserve_paged.core.ids import PinId, ReplicaId, RequestId
 from rayserve_paged.core.replica_messages import PinPrefix, ResetCache, UnpinPrefix
 from rayserve_paged.core.request import FinishReason, ModelLimits, Request
 from rayserve_paged.core.step_messages import IntArray, StepPlan, StepResult
 from rayserve_paged.core.stream_update import StreamUpdate
 from rayserve_paged.experiments.chaos_case import ChaosCase, ChaosRequest
+from rayserve_paged.experiments.chaos_checks import (
+    Attempts,
+    Books,
+    ChaosError,
+    Deadlines,
+    Lives,
+    Stream,
+    check_fence,
+    check_keys,
+    check_time,
+    check_trials,
+)
 from rayserve_paged.sim.cluster import Cluster, ClusterSpec
 from rayserve_paged.sim.cost_model import EvenCost
 from rayserve_paged.sim.faults import FaultPlan, PinBlocks, PoisonRequest, ResetCaches
@@ -24,19 +36,8 @@ _SETTLE_S = 60.0
 """After the last stream: leases run out, what was lost is said again, the books are closed."""
 _STUCK_S = 900.0
 """Requests that are open so long after the last fault never end."""
-
-
-class ChaosError(AssertionError):
-    """Something that must hold does not."""
-
-
-@dataclasses.dataclass(slots=True)
-class Stream:
-    """What a consumer accepted of one sample."""
-
-    token_ids: tuple[int, ...] = ()
-    finish: FinishReason | None = None
-    error: str | None = None
+_MAX_EVENTS = 500_000
+"""No run takes a tenth of this, unless messages bring about each other for ever."""
 
 
 Streams = dict[tuple[RequestId, int], Stream]
@@ -77,6 +78,12 @@ class _Run:
         self._case = case
         self._streams: Streams = {}
         self._num_checks = 0
+        self._deadlines = Deadlines(case)
+        self._books = Books()
+        self._lives = Lives()
+        self._attempts = Attempts(case.plan)
+        self._event: object = None
+        self._is_set_up = False
         self._deadly = {
             (one.request, one.output_index)
             for one in case.plan.faults
@@ -85,6 +92,7 @@ class _Run:
         self._cluster = Cluster(
             _spec(case), self._check, self._watch, case.plan, case.seed, self._make_ranks
         )
+        self._is_set_up = True
 
     def go(self) -> None:
         cluster, case = self._cluster, self._case
@@ -145,16 +153,42 @@ class _Run:
     # --- what must hold -------------------------------------------------------------------
 
     def _check(self, entry: LogEntry) -> None:
-        if isinstance(entry, LoggedCommands) and entry.machine != CONTROLLER:
-            self._num_checks += 1
-            invariants.check(self._cluster.latest(ReplicaId(entry.machine)).replica)
+        if not self._is_set_up:
+            return
+        if self._cluster.engine.num_events > _MAX_EVENTS:
+            raise ChaosError(f"{_MAX_EVENTS} events come to no end")
+        controller = self._cluster.controller.controller
+        match entry:
+            case LoggedEvent(machine, now, event):
+                if machine == CONTROLLER:
+                    self._books.hear(controller, event)
+                    self._attempts.check(event)
+                else:
+                    self._deadlines.check(event, now)
+                    self._event = event
+            case LoggedCommands(machine, commands):
+                if machine == CONTROLLER:
+                    self._books.check(controller)
+                    self._lives.check(commands)
+                else:
+                    self._num_checks += 1
+                    replica = self._cluster.latest(ReplicaId(machine)).replica
+                    invariants.check(replica)
+                    check_fence(replica, self._event, commands)
+                    if self._deadly:
+                        check_trials(replica)
 
-    def _watch(self, update: StreamUpdate, _now: float) -> None:
+    def _watch(self, update: StreamUpdate, now: float) -> None:
         stream = self._streams.setdefault((update.request_id, update.sibling), Stream())
         if stream.finish is not None:
             raise ChaosError(f"{update} comes after the end of its stream")
         stream.token_ids += update.token_ids
         stream.finish, stream.error = update.finish, update.error
+        if update.finish is not None:
+            stream.ended_s = now
+        attempts = (host.consumer.attempt(update.request_id) for host in self._cluster.consumers)
+        attempt = next((one for one in attempts if one is not None), None)
+        self._attempts.accept(update, len(stream.token_ids), attempt)
 
     def _compare_streams(self) -> None:
         for one in self._case.requests:
@@ -164,6 +198,7 @@ class _Run:
                 if stream is None or stream.finish is None:
                     raise ChaosError(f"the stream {name} has no end")
                 self._compare(one, stream, _alone(one.request, self._case, sibling), name)
+                check_time(self._case, one, stream, name)
 
     def _compare(
         self, one: ChaosRequest, stream: Stream, expected: Stream, name: tuple[RequestId, int]
@@ -209,6 +244,10 @@ class _Run:
             booked = controller.num_requests(replica_id), controller.num_pending_tokens(replica_id)
             if booked != (0, 0):
                 raise ChaosError(f"{booked} requests and tokens of {replica_id} are in the books")
+            if controller.fleet.replicas[replica_id].is_troubled:
+                raise ChaosError(f"{replica_id} is asked again and again")
+            if not self._case.plan.disturbs_messages:
+                check_keys(controller, replica)
         for reader in self._cluster.consumers:
             if reader.consumer.open_requests:
                 raise ChaosError(f"{reader.consumer.open_requests} are open")
@@ -259,6 +298,7 @@ def _alone(request: Request, case: ChaosCase, sibling: int) -> Stream:
     quiet = dataclasses.replace(
         case,
         num_replicas=1,
+        requests=(),
         plan=FaultPlan(),
         batch=case.batch.model_copy(update={"pipeline_depth": 1}),
     )

@@ -17,6 +17,7 @@ from rayserve_paged.sim.faults import (
     Fault,
     FaultPlan,
     KillController,
+    KillRank,
     KillReplica,
     Partition,
     PinBlocks,
@@ -104,7 +105,7 @@ def draw_case(seed: int) -> ChaosCase:
         max_restart_delay_s=4.0,
         poison_deaths=2 if has_poison else 1000,
     )
-    return ChaosCase(
+    case = ChaosCase(
         seed=seed,
         num_replicas=num_replicas,
         num_consumers=num_consumers,
@@ -113,11 +114,15 @@ def draw_case(seed: int) -> ChaosCase:
         placement=draw.choice(["round-robin", "least-loaded", "prefix-aware", "prefix-aware"]),
         recovery=recovery,
         partial_reuse=draw.random() < 0.3,
-        step_s=draw.choice([0.005, 0.02, 0.1]),
+        step_s=draw.choice([0.005, 0.05, 0.2, 0.4]),
         start_s=draw.choice([0.5, 2.0, 6.0]),
         requests=requests,
         plan=plan,
     )
+    if has_poison or draw.random() < 0.7:
+        return case
+    rank = KillRank(at_s=_moment(draw), replica=draw.choice(names))
+    return dataclasses.replace(case, plan=FaultPlan(faults=(*plan.faults, rank)))
 
 
 def with_plan(case: ChaosCase, plan: FaultPlan) -> ChaosCase:
@@ -310,7 +315,8 @@ def _draw_reset(
 
 
 def _moment(draw: random.Random) -> float:
-    return round(draw.uniform(0.0, HORIZON_S), 3)
+    # Most of them while requests come.
+    return round(draw.triangular(0.0, HORIZON_S, _ARRIVALS_S / 2), 3)
 
 
 def _spell(draw: random.Random) -> tuple[float, float]:

@@ -43,7 +43,7 @@ from rayserve_paged.sim.consumer_host import ConsumerHost, Watch
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.executor import Ranks, Unfinished
-from rayserve_paged.sim.faults import FaultPlan, KillController, KillReplica
+from rayserve_paged.sim.faults import FaultPlan, KillController, KillRank, KillReplica
 from rayserve_paged.sim.faulty_network import FaultyNetwork
 from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.hosts import ControllerHost, ReplicaHost
@@ -271,6 +271,8 @@ class Cluster:
         for fault in plan.faults:
             if isinstance(fault, KillReplica):
                 at(fault.at_s, self._kill, ReplicaId(fault.replica), fault.hangs)
+            elif isinstance(fault, KillRank):
+                at(fault.at_s, self.kill_rank, ReplicaId(fault.replica))
             elif isinstance(fault, KillController):
                 at(fault.at_s, self.kill_controller)
                 at(fault.at_s + fault.down_s, self.restart_controller)
@@ -294,6 +296,17 @@ class Cluster:
         notice_s = self.spec.timeouts.rank_liveness_s if silent else self.spec.notice_s
         lost = LoseReplica(*host.source, reason)
         self.engine.at(self.engine.now + notice_s, self.controller.take, lost)
+
+    def kill_rank(self, replica_id: ReplicaId) -> None:
+        """End a rank of a replica that is not its first; of one that is down none is left."""
+        host = self._latest[replica_id]
+        if host.stopped is not None:
+            return
+        self._deaths.append(Death(self.engine.now, replica_id, hangs=False))
+        reason = "one of its ranks was killed"
+        host.break_group(reason)
+        lost = LoseReplica(*host.source, reason)
+        self.engine.at(self.engine.now + self.spec.notice_s, self.controller.take, lost)
 
     def kill_controller(self) -> None:
         """End the controller's process, and all that it knows; one that is down stays down."""

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from rayserve_paged.core.ids import StepId
 from rayserve_paged.core.step_messages import IntArray, RowStart, StepPlan, StepResult
 from rayserve_paged.sim.cost_model import CostModel, FloatArray
 from rayserve_paged.sim.engine import Engine
@@ -145,6 +146,11 @@ class SimulatedExecutor:
         seconds[0] = now + left * seconds[0]
         ends[current:] = np.cumsum(seconds)
         self._engine.at(running.due_s, self._end, running, running.due_s)
+
+    @property
+    def running_step(self) -> StepId | None:
+        """The step that is being run, or the first of several; None where none is."""
+        return None if self._running is None else self._running.plan.step_id
 
     def end_steps(self) -> None:
         """End the plan that is being run with the steps that have ended by now, if any has: as

@@ -50,6 +50,16 @@ class KillReplica(_Fault):
     """They hang or are cut off instead: nothing is heard of them, and no connection breaks."""
 
 
+class KillRank(_Fault):
+    """A rank of a replica that is not its first ends: the step under way fails, none follows, and
+    the first rank, which lives, says so.
+    """
+
+    kind: Literal["kill-rank"] = "kill-rank"
+    at_s: _Time
+    replica: str
+
+
 class KillController(_Fault):
     """The controller's process ends, and one that knows nothing is started after a while."""
 
@@ -121,7 +131,7 @@ class PoisonRequest(_Fault):
     """The token that kills."""
 
 
-ClusterFault = KillReplica | KillController | DisturbMessages | Partition | SlowReplica
+ClusterFault = KillReplica | KillRank | KillController | DisturbMessages | Partition | SlowReplica
 """What happens to the machines and messages of a cluster, whatever it serves."""
 
 Fault = ClusterFault | PinBlocks | ResetCaches | PoisonRequest
@@ -140,7 +150,7 @@ class FaultPlan(_Fault):
             match fault:
                 case KillController():
                     ends.append(fault.at_s + fault.down_s)
-                case KillReplica() | ResetCaches():
+                case KillReplica() | KillRank() | ResetCaches():
                     ends.append(fault.at_s)
                 case PoisonRequest():
                     pass

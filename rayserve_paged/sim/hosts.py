@@ -28,12 +28,14 @@ from rayserve_paged.core.replica import Replica
 from rayserve_paged.core.replica_messages import (
     AnswerPoll,
     ControllerMessage,
+    FenceReplica,
     PinAnswered,
     PollTokens,
     RegisterReplica,
     ReplicaEvent,
     ReplicaReport,
     RunStep,
+    StepFailed,
     StepFinished,
     Tick,
 )
@@ -162,6 +164,17 @@ class ReplicaHost:
         self.has_changed = True
         self.executor.stop()
         self._break_connections()
+
+    def break_group(self, reason: str) -> None:
+        """End the ranks behind the first one, which finds its step failing, or its next heartbeat.
+
+        Args:
+            reason: What the first rank sees.
+        """
+        self.executor.end_steps()
+        step_id = self.executor.running_step
+        self.executor.stop()
+        self._handle(FenceReplica(reason) if step_id is None else StepFailed(step_id, reason))
 
     def _break_connections(self) -> None:
         """Let the polls that are pending fail."""

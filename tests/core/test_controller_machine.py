@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from replica_driver import Stream, make_limits, make_report, make_request, make_scope, prompt_keys
 
+from rayserve_paged.core.book_invariants import check_books
 from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.controller_messages import (
     ControllerCommand,
@@ -295,6 +296,7 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_those_of_a_dict(self) -> None:
+        check_books(self.controller)
         expected = {name: replica.incarnation for name, replica in self.live.items()}
         assert self.controller.replicas == expected
         for name, replica in self.live.items():

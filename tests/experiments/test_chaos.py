@@ -1,6 +1,7 @@
 """Simulated chaos: nothing that must hold is broken, and what is broken on purpose is found."""
 
 import dataclasses
+import time
 
 import pytest
 
@@ -22,15 +23,29 @@ def test_random_faults_break_nothing(first: int) -> None:
         assert verdict.num_checks > 0
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        1057,  # A fenced replica took a pin.
+        1518,  # A replica that nobody had polled for 9 s was lost with its next poll.
+        1829,  # The same.
+    ],
+)
+def test_seeds_that_once_broke_something_break_nothing(seed: int) -> None:
+    assert try_seed(seed).violation is None
+
+
 @pytest.mark.prove
 def test_ten_thousand_seeds_break_nothing() -> None:
     num_tokens = num_lives = 0
+    start = time.monotonic()
     for seed in range(10_000):
         verdict = try_seed(seed)
         assert verdict.violation is None, verdict
         num_tokens += verdict.num_tokens
         num_lives += verdict.num_lives
-    print(f"{num_tokens:,} tokens, {num_lives:,} lives of replicas")
+    per_minute = 60 * 10_000 / (time.monotonic() - start)
+    print(f"{num_tokens:,} tokens, {num_lives:,} lives; {per_minute:,.0f} seeds per minute")
 
 
 def test_a_seed_gives_the_same_run_again() -> None:
@@ -87,7 +102,7 @@ def test_an_acknowledgement_of_what_never_came_is_found_and_its_plan_made_small(
     verdict = next(v for v in map(try_seed, range(100)) if v.violation is not None)
     assert 1 <= len(verdict.requests) < len(draw_case(verdict.seed).requests)
     assert "kind: disturb-messages" in verdict.plan_yaml or "kind: partition" in verdict.plan_yaml
-    assert verdict.plan_yaml.count("kind:") == 1
+    assert verdict.plan_yaml.count("kind:") < len(draw_case(verdict.seed).plan.faults)
 
 
 def test_a_stream_that_is_wrong_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +129,7 @@ def test_plans_of_all_kinds_are_drawn() -> None:
     assert kinds == {
         "disturb-messages",
         "kill-controller",
+        "kill-rank",
         "kill-replica",
         "partition",
         "pin-blocks",

@@ -9,6 +9,7 @@ from trials import CORE, ROOT
 # the order of those that wait, and the checks themselves.
 _OTHER_MODULES = {
     "__init__",
+    "book_invariants",
     "config",
     "controller_messages",
     "errors",

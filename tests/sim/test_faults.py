@@ -8,6 +8,7 @@ from rayserve_paged.sim.faults import (
     DisturbMessages,
     FaultPlan,
     KillController,
+    KillRank,
     KillReplica,
     Partition,
     PoisonRequest,
@@ -82,13 +83,14 @@ def test_a_plan_is_read_back_from_what_it_is_written_as() -> None:
     plan = FaultPlan(
         faults=(
             KillReplica(at_s=1.5, replica="r1", hangs=True),
+            KillRank(at_s=3.0, replica="r0"),
             KillController(at_s=2.0, down_s=4.0),
             PoisonRequest(request=3),
         )
     )
     assert FaultPlan.model_validate(plan.model_dump(mode="json")) == plan
     assert plan.end_s == 6.0
-    assert plan.without([0, 2]).faults == (plan.faults[1],)
+    assert plan.without([0, 1, 3]).faults == (plan.faults[2],)
 
 
 @pytest.mark.parametrize(
