@@ -32,6 +32,19 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "the three arrays are equally long",
     ),
     Equivalent(
+        "block_pool.BlockPool.unseal_all:always",
+        "self._kept[index]",
+        "of a block that is not kept there is nothing to forget",
+    ),
+    Equivalent(
+        "directory._slots:ignored-case",
+        "not bits & (bits - 1)",
+        "one slot is found among all bits as well, which takes longer",
+    ),
+    Equivalent("directory._slots:off-by-one", "bits - 1", "likewise"),
+    Equivalent("directory._slots:half", "-bits.bit_length() // 8", "more bytes, and all of them 0"),
+    Equivalent("directory._slots:other-end", "0", "a tuple of one"),
+    Equivalent(
         "partial_index.PartialIndex.find:loose-slice",
         "max(0, place - 1) : place + 1",
         "it looks at more blocks than the two that can be the best",
