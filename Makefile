@@ -17,7 +17,7 @@ help:
 	@echo 'make test       linters, type checkers and the fast tests'
 	@echo 'make test-slow  the slow tests'
 	@echo 'make prove      the long runs behind the recorded figures'
-	@echo 'make mutants    plant faults in the core, and show that its fast tests catch each'
+	@echo 'make mutants    plant faults in the core, and show that tests or chaos find each'
 	@echo 'make lint       linters and type checkers alone'
 	@echo 'make format     rewrite the sources in the common format'
 	@echo 'make clean      remove what tools and tests leave behind, but not .venv'

@@ -37,6 +37,16 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "of a block that is not kept there is nothing to forget",
     ),
     Equivalent(
+        "directory.Directory.update:ignored-case",
+        "holders.keys().isdisjoint(fresh)",
+        "keys that nobody holds are entered one by one as well, which takes longer",
+    ),
+    Equivalent(
+        "directory.Directory.expect:ignored-case",
+        "expected.keys().isdisjoint(keys)",
+        "likewise",
+    ),
+    Equivalent(
         "directory._slots:ignored-case",
         "not bits & (bits - 1)",
         "one slot is found among all bits as well, which takes longer",

@@ -275,7 +275,10 @@ _MOVES = (
     r"|^batcher\.\w+\.(end|add|preempt|abandon|_start)$|^admission\.\w+\._fits$"
 )
 # Who serves which request in which life, and what its consumer has got.
-_CLUSTER = r"^(consumer|controller|directory|outbox|placement\w*|replica)\."
+_CLUSTER = (
+    r"^(consumer|controller|delivered|directory|fleet|open_request|outbox|placement\w*|poll_log"
+    r"|replica\w*|restarts|stream_intake)\."
+)
 _HELD = f"{_LEDGER}|{_MOVES}|{_CLUSTER}"
 # All but the counts that eviction estimates with, and what only saves time where nothing changes.
 _STATE = r"^(?!eviction|policy)\w+\.(?!.*(__init__|_settle|plan_steady)$)"

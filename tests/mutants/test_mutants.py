@@ -10,6 +10,7 @@ from equivalents import EQUIVALENTS
 from fault_rules import RULES
 from faults import Fault, choose, faults_of
 from mutation_choice import MODULES, every_place, without_equivalents
+from recovery_faults import RECOVERY_FAULTS
 from trials import ROOT
 
 SAMPLE = '''
@@ -122,6 +123,31 @@ def test_each_equivalent_names_a_place_that_is_still_there(places: list[Fault]) 
     assert stale == []
 
 
+def test_each_fault_of_the_recovery_names_one_place(places: list[Fault]) -> None:
+    faults = without_equivalents(places)
+    found = [[one.is_it(fault) for fault in faults].count(True) for one in RECOVERY_FAULTS]
+    assert found == [1] * len(RECOVERY_FAULTS)
+    assert len(found) >= 12
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds", "status", "verdict"),
+    [
+        ("restarts.Restarts.take_due:off-by-one:0", 20, 0, "found within 2 seeds: ChaosError: li"),
+        ("fleet.Fleet.why_none:always:1", 2, 1, "SURVIVED 2 seeds"),
+    ],
+)
+def test_a_fault_is_found_by_a_seed_that_it_breaks_and_else_survives(
+    name: str, seeds: int, status: int, verdict: str
+) -> None:
+    command = [sys.executable, str(ROOT / "tests/mutants"), "--by", "chaos", "--only", name]
+    done = subprocess.run(
+        [*command, "--seeds", str(seeds)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert verdict in done.stdout
+
+
 @pytest.mark.parametrize(
     ("tests", "status", "verdict"),
     [
@@ -132,9 +158,9 @@ def test_each_equivalent_names_a_place_that_is_still_there(places: list[Fault]) 
 def test_a_fault_is_caught_by_a_test_that_fails_and_else_survives(
     tests: str, status: int, verdict: str
 ) -> None:
-    command = [sys.executable, str(ROOT / "tests/mutants"), "--tests", tests, "--only"]
+    command = [sys.executable, str(ROOT / "tests/mutants"), "--by", "tests", "--tests", tests]
     done = subprocess.run(
-        [*command, "kv_manager.KVManager._release:forget-to-free:0"],
+        [*command, "--only", "kv_manager.KVManager._release:forget-to-free:0"],
         capture_output=True,
         text=True,
         check=False,

@@ -7,30 +7,21 @@ runs only the tests that run its place, the shortest first, until one fails.
 import gc
 import os
 import pickle
-import resource
 import signal
-import tempfile
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO
 
 import pytest
 from faults import Fault
+from forks import Fork, HarnessError, Tell
 from planting import plant
 from reach import Reach, Recorder, shortest_first
-
-Tell = Callable[[bytes], None]
 
 ROOT = Path(__file__).parents[2]
 CORE = Path("rayserve_paged/core")
 
-_FAILED = 1
-_BROKEN = 2
-_MAX_MEMORY_BYTES = 4 << 30
 # A fault may turn a loop into an endless one.
 _SPARE_S, _TIMES_AS_LONG = 5.0, 5.0
 
@@ -50,10 +41,6 @@ class Outcome:
     caught_by: str | None
     num_tests: int
     seconds: float
-
-
-class HarnessError(Exception):
-    """Faults cannot be tried."""
 
 
 class Trials:
@@ -92,7 +79,7 @@ class Trials:
 
     def _reaches(self, items: list[pytest.Item]) -> list[Reach]:
         """Return what each test runs of the modules that have faults."""
-        fork = _Fork(lambda tell: self._record(items, tell))
+        fork = Fork(lambda tell: self._record(items, tell))
         _pid, status = os.waitpid(fork.pid, 0)
         failed, told = fork.end(status)
         if failed is not None:
@@ -102,13 +89,13 @@ class Trials:
 
     def _try_all(self, items: list[pytest.Item], reaches: list[Reach]) -> None:
         waiting = iter(self._faults)
-        running: dict[int, tuple[_Fork, Fault, int]] = {}
+        running: dict[int, tuple[Fork, Fault, int]] = {}
         try:
             while True:
                 for fault in waiting:
                     numbers = shortest_first(reaches, fault)
                     tests = {items[number]: reaches[number].seconds for number in numbers}
-                    fork = _Fork(lambda tell: self._try(fault, tests, tell))  # noqa: B023
+                    fork = Fork(lambda tell: self._try(fault, tests, tell))  # noqa: B023
                     running[fork.pid] = fork, fault, len(tests)
                     if len(running) == self._num_workers:
                         break
@@ -149,65 +136,6 @@ class Trials:
 
 def _run(item: pytest.Item, following: pytest.Item | None) -> None:
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-
-
-class _Fork:
-    """A fork of this process that runs tests, and tells which one it runs or what it found.
-
-    Args:
-        work: Returns whether all tests passed.
-    """
-
-    def __init__(self, work: Callable[[Tell], bool]) -> None:
-        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self._start = time.monotonic()
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = _BROKEN
-            try:
-                _limit()
-                status = 0 if work(self._tell) else _FAILED
-            except BaseException:
-                self._tell(traceback.format_exc().encode())
-            finally:
-                os._exit(status)
-
-    def _tell(self, message: bytes) -> None:
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.write(message)
-        self._file.flush()
-
-    def end(self, status: int) -> tuple[str | None, bytes]:
-        """Return which test failed, and what the fork, which has ended, told last.
-
-        Raises:
-            HarnessError: The fork could not run the tests.
-        """
-        with self._file as file:
-            file.seek(0)
-            told = file.read()
-        code = os.waitstatus_to_exitcode(status)
-        if code == _BROKEN:
-            raise HarnessError(told.decode())
-        if code == 0:
-            return None, told
-        ends = {-signal.SIGPROF: ", which does not end", _FAILED: ""}
-        return told.decode() + ends.get(code, f", which ends the process with {code}"), told
-
-    @property
-    def seconds(self) -> float:
-        """Time since it began."""
-        return time.monotonic() - self._start
-
-
-def _limit() -> None:
-    """Run as tests do whose output nobody reads, and that take too much."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
 
 
 def collect_and_try(trials: Trials, files: list[Path]) -> None:
