@@ -32,6 +32,11 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "the three arrays are equally long",
     ),
     Equivalent(
+        "block_pool.BlockPool.allocate:edge",
+        "num_blocks > from_free",
+        "where no block is missing, none is evicted",
+    ),
+    Equivalent(
         "block_pool.BlockPool.unseal_all:always",
         "self._kept[index]",
         "of a block that is not kept there is nothing to forget",
@@ -73,6 +78,11 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "prefix_wait.PrefixWaits.park:half",
         "since + self.max_wait_steps",
         "a look before the first deadline finds nobody whose wait is over",
+    ),
+    Equivalent(
+        "prefix_wait.PrefixWaits.take_due:always",
+        "self._first_deadline is not None and step_id >= self._first_deadline",
+        "likewise",
     ),
     Equivalent(
         "prefix_wait.PrefixWaits.park:other-end",
