@@ -110,6 +110,7 @@ def free_cores() -> float:
     return float(ray.available_resources().get("CPU", 0.0))
 
 
+@pytest.mark.prove
 def test_b74_no_placement_group_and_no_room_is_lost_in_thirty_rounds(cluster: str) -> None:
     all_cores = ray.cluster_resources()["CPU"]
     wait_for(lambda: free_cores() == all_cores, "an empty cluster")
