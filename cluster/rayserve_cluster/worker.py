@@ -136,7 +136,8 @@ class Worker:
         )
         self._sender: asyncio.Task[None] | None = None
         self._heard_at = time.monotonic()
-        threading.Thread(target=self._import, name="import", daemon=True).start()
+        self._importer = threading.Thread(target=self._import, name="import", daemon=True)
+        self._importer.start()
         threading.Thread(target=self._await_silence, name="lease", daemon=True).start()
 
     def _import(self) -> None:
@@ -151,6 +152,8 @@ class Worker:
         self._calls["serve_store"] += 1
 
         def serve() -> int:
+            # Two threads that import torch at once can each find it half made.
+            self._importer.join()
             from rayserve_cluster.tp_group import serve_store
 
             self._store = serve_store(timeout_s=self._spec.config.timeouts.start_timeout_s)
@@ -193,6 +196,7 @@ class Worker:
 
     def _load(self, store_port: int | None, num_ranks_here: int, num_cores: float) -> "Rank":
         begin = time.monotonic()
+        self._importer.join()
         import torch
 
         from rayserve_cluster.rank import start_rank
