@@ -18,7 +18,7 @@ import ray
 from rayserve_cluster.gang import Gang
 from rayserve_cluster.gangs import Gangs, Life
 from rayserve_cluster.launch import remove_deployment
-from rayserve_cluster.placement import num_restarts
+from rayserve_cluster.placement import num_restarts, replica_ids
 from rayserve_cluster.worker import RankStats
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
@@ -99,7 +99,6 @@ class ControllerActor:
         self._config = config
         self._owner = owner
         term = Term(num_restarts())
-        names = (ReplicaId(f"r{index}") for index in range(config.parallel.num_replicas))
         start = ControllerStart(
             deployment_lease_s=None if config.keep_alive else config.timeouts.deployment_lease_s,
             batch=config.batch,
@@ -107,7 +106,7 @@ class ControllerActor:
             recovery=config.recovery,
             start_timeout_s=config.timeouts.start_timeout_s,
             term=term,
-            expected=tuple(names) if term else (),
+            expected=tuple(replica_ids(config)) if term else (),
         )
         self._core = new_controller(start)
         record: Record | None = None

@@ -12,6 +12,7 @@ from typing import Any, Final
 import ray
 
 from rayserve_cluster.gang import Gang
+from rayserve_cluster.launch import await_removal
 from rayserve_cluster.placement import (
     actors_of,
     alive_nodes,
@@ -21,19 +22,17 @@ from rayserve_cluster.placement import (
     rank_name,
     rank_resources,
     remove_group,
+    replica_ids,
     spread,
 )
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller_messages import LoseReplica
-from rayserve_paged.core.errors import DeploymentError
 from rayserve_paged.core.ids import Incarnation, ReplicaId, Term
 from rayserve_paged.core.replica_messages import RegisterReplica
 
 Life = tuple[ReplicaId, Incarnation]
 
 _FIRST: Final = Incarnation(0)
-_REMOVAL_TIMEOUT_S: Final = 20.0
-_LOOK_S: Final = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class Gangs:
         """
         config = self._config
         ranks = [self._resources()] * config.parallel.tensor_parallel_size
-        names = [ReplicaId(f"r{index}") for index in range(config.parallel.num_replicas)]
+        names = replica_ids(config)
         nodes = spread(len(names), ranks, alive_nodes())
         starts: list[asyncio.Future[None]] = []
         for name, node in zip(names, nodes, strict=True):
@@ -135,23 +134,16 @@ class Gangs:
         Raises:
             DeploymentError: Some are still there after 20 s.
         """
-        replica_id, incarnation = life
+        replica_id = life[0]
         others = [other for other in self._gangs if other[0] == replica_id and other != life]
         await asyncio.gather(*(self.stop(other, "its next life is started") for other in others))
-        own = rank_name(replica_id, incarnation, 0).removesuffix("0")
-        deadline = asyncio.get_running_loop().time() + _REMOVAL_TIMEOUT_S
-        while True:
-            names = await asyncio.to_thread(actors_of, self._config.name)
-            left = [
-                name
-                for name in names
-                if name.startswith(f"{replica_id}.") and not name.startswith(own)
-            ]
-            if not left:
-                return
-            if asyncio.get_running_loop().time() > deadline:
-                raise DeploymentError(self._config.name, f"cannot remove {', '.join(left)}")
-            await asyncio.sleep(_LOOK_S)
+        deployment = self._config.name
+
+        def left() -> list[str]:
+            # Nothing of this life is there yet.
+            return [name for name in actors_of(deployment) if name.startswith(f"{replica_id}.")]
+
+        await asyncio.to_thread(await_removal, deployment, left)
 
     def _new(self, life: Life) -> Gang:
         self._gangs[life] = gang = Gang(self._config, *life, self._resources(), self._term)

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import ray
@@ -156,12 +157,25 @@ def remove_deployment(deployment: str, *, keep_controller: bool = False) -> tupl
     groups = groups_of(deployment)
     for group in groups.values():
         remove_group(group)  # And with it the ranks inside.
-    deadline = time.monotonic() + _REMOVAL_TIMEOUT_S
-    while left := [*actors(), *groups_of(deployment)]:
-        if time.monotonic() > deadline:
-            raise DeploymentError(deployment, f"cannot remove {', '.join(left)}")
-        time.sleep(_LOOK_S)
+    await_removal(deployment, lambda: [*actors(), *groups_of(deployment)])
     return (*killed, *groups)
+
+
+def await_removal(deployment: str, left: Callable[[], list[str]]) -> None:
+    """Wait until nothing is left of what was removed.
+
+    Args:
+        deployment: For the error.
+        left: Names what is still there.
+
+    Raises:
+        DeploymentError: Some of it is still there after 20 s.
+    """
+    deadline = time.monotonic() + _REMOVAL_TIMEOUT_S
+    while names := left():
+        if time.monotonic() > deadline:
+            raise DeploymentError(deployment, f"cannot remove {', '.join(names)}")
+        time.sleep(_LOOK_S)
 
 
 def down(deployment: str, address: str | None = None) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.errors import DeploymentError
 from rayserve_paged.core.ids import Incarnation, ReplicaId
 
@@ -37,6 +38,11 @@ logger = logging.getLogger(__name__)
 def namespace_of(deployment: str) -> str:
     """Return the Ray namespace that holds all actors of a deployment."""
     return f"{_PREFIX}{deployment}"
+
+
+def replica_ids(config: DeploymentConfig) -> list[ReplicaId]:
+    """Return the names of a deployment's replicas."""
+    return [ReplicaId(f"r{index}") for index in range(config.parallel.num_replicas)]
 
 
 def rank_name(replica_id: ReplicaId, incarnation: Incarnation, rank: int) -> str:
