@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rayserve_paged.experiments.chaos_case import ChaosCase
     from rayserve_paged.experiments.chaos_seeds import Verdict
     from rayserve_paged.experiments.kill_times import KillTimes
+    from rayserve_paged.experiments.live_chaos import LiveChaosConfig
     from rayserve_paged.sim.faults import FaultPlan
 
 _Simulate = Annotated[bool, typer.Option("--simulate", help="On a simulated cluster.")]
@@ -74,7 +75,18 @@ def chaos(
         if plan is not None or requests is not None:
             given = "--plan" if plan is not None else "--requests"
             raise InvalidInputError(given, plan or requests, "nothing with --live")
-        _chaos_live(seeds or "0", model, kills, kill_controller_every, address, as_json=as_json)
+        from rayserve_paged.experiments.live_chaos import LiveChaosConfig
+
+        _chaos_live(
+            LiveChaosConfig(
+                model=model,
+                num_kills=kills,
+                kill_controller_every=kill_controller_every,
+                seed=_one_seed(seeds or "0"),
+                address=address,
+            ),
+            as_json=as_json,
+        )
         return
     if seeds is None:
         raise InvalidInputError("--seeds", seeds, "A..B with 0 <= A <= B, or one seed")
@@ -118,27 +130,16 @@ def chaos(
         raise typer.Exit(1)
 
 
-def _chaos_live(
-    seeds: str,
-    model: str,
-    kills: int,
-    kill_controller_every: int,
-    address: str | None,
-    *,
-    as_json: bool,
-) -> None:
-    from rayserve_paged.experiments.live_chaos import LiveChaosConfig, run_live_chaos
-
+def _one_seed(seeds: str) -> int:
     seed, last = _range(seeds)
     if seed != last:
         raise InvalidInputError("--seeds", seeds, "one seed with --live")
-    config = LiveChaosConfig(
-        model=model,
-        num_kills=kills,
-        kill_controller_every=kill_controller_every,
-        seed=seed,
-        address=address,
-    )
+    return seed
+
+
+def _chaos_live(config: "LiveChaosConfig", *, as_json: bool) -> None:
+    from rayserve_paged.experiments.live_chaos import run_live_chaos
+
     numbers = itertools.count(1)
 
     def show(kill: "KillTimes") -> None:

@@ -27,12 +27,14 @@ class Stock:
 
 def take_stock() -> Stock:
     """Look at what there is."""
+    children = psutil.Process().children(recursive=True)
+    return Stock(frozenset(child.pid for child in children), shared_memory())
+
+
+def shared_memory() -> frozenset[str]:
+    """Return the named shared-memory segments of this machine."""
     folder = Path("/dev/shm")
-    segments = (entry.name for entry in folder.iterdir()) if folder.is_dir() else ()
-    return Stock(
-        frozenset(child.pid for child in psutil.Process().children(recursive=True)),
-        frozenset(segments),
-    )
+    return frozenset(entry.name for entry in folder.iterdir()) if folder.is_dir() else frozenset()
 
 
 def leftovers(before: Stock, pids: AbstractSet[int], *, owns_cluster: bool) -> str | None:
@@ -45,10 +47,10 @@ def leftovers(before: Stock, pids: AbstractSet[int], *, owns_cluster: bool) -> s
     """
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        alive, segments = {pid for pid in pids if _is_running(pid)}, frozenset[str]()
+        alive, segments = {pid for pid in pids if is_running(pid)}, frozenset[str]()
         if owns_cluster:
             now = take_stock()
-            alive |= {pid for pid in now.children - before.children if _is_running(pid)}
+            alive |= {pid for pid in now.children - before.children if is_running(pid)}
             segments = now.segments - before.segments
         if not alive and not segments:
             return None
@@ -57,7 +59,8 @@ def leftovers(before: Stock, pids: AbstractSet[int], *, owns_cluster: bool) -> s
         time.sleep(_LOOK_S)
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Return whether a process runs, or is stopped."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -7,13 +7,14 @@ serves every prompt once before the first kill.
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import random
 import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Final, Literal
+from typing import Final
 
 from rayserve_cluster.controller_actor import ControllerStatus
 from rayserve_cluster.ray_shell import RayShell
@@ -23,7 +24,6 @@ from rayserve_paged.core.config import (
     DeploymentConfig,
     ModelConfig,
     ParallelConfig,
-    TimeoutConfig,
 )
 from rayserve_paged.core.errors import ControllerAwayError, PagedError
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
@@ -32,8 +32,6 @@ from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.experiments.kill_times import KillTimes
 from rayserve_paged.experiments.leftovers import leftovers, take_stock
-
-Target = Literal["rank", "controller"]
 
 _BLOCK_SIZE: Final = 16
 _NUM_BLOCKS: Final = 512
@@ -127,7 +125,6 @@ def run_live_chaos(
         parallel=ParallelConfig(
             tensor_parallel_size=config.tensor_parallel_size, num_replicas=config.num_replicas
         ),
-        timeouts=TimeoutConfig(),
     )
     shell = RayShell(own, config.address)
     run = _Run(config, shell, on_kill)
@@ -221,7 +218,7 @@ class _Run:
     async def _serve(self, stream: int) -> None:
         """Serve requests one after the other until it is over."""
         drawn = random.Random(self._config.seed * 1000 + stream)
-        for turn in range(1_000_000):
+        for turn in itertools.count():
             if self._is_over:
                 return
             number = drawn.randrange(_NUM_PROMPTS)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -94,6 +93,28 @@ async def read_all(
         await loop.close()
 
 
+async def read_all_after(
+    deployment: Deployment, requests: Sequence[Request], act: Callable[[], object]
+) -> list[list[StreamUpdate]]:
+    """Stream requests to their ends, and do something once the first of them is served."""
+    reading = asyncio.create_task(read_all(deployment, requests))
+    while not any(ledger.unique_live_tokens for _, ledger in await deployment.accounting()):
+        await asyncio.sleep(0.01)
+    act()
+    return await reading
+
+
+def undisturbed(requests: Sequence[Request]) -> list[list[int]]:
+    """What requests give on one rank in this process, where nothing happens to them."""
+    from rayserve_paged.inprocess import InProcessShell  # Takes seconds, and drivers import this.
+
+    oracle = InProcessShell(deployment_config("oracle"))
+    try:
+        return [tokens(updates) for updates in asyncio.run(read_all(oracle, requests))]
+    finally:
+        oracle.shutdown()
+
+
 def tokens(updates: Sequence[StreamUpdate]) -> list[int]:
     return [token for update in updates for token in update.token_ids]
 
@@ -109,18 +130,6 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
 def holdings(deployment: str) -> list[str]:
     """Actors and placement groups of a deployment on the connected cluster."""
     return [*actors_of(deployment), *groups_of(deployment)]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def shared_memory() -> set[str]:
-    """Named shared-memory segments of this machine."""
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
 def environment() -> dict[str, str]:

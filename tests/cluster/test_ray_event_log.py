@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ray_harness import deployment_config, is_running, prompts, read_all, request, tokens, wait_for
+from ray_harness import deployment_config, prompts, read_all, request, tokens, wait_for
 
 from rayserve_cluster.ray_shell import RayShell
 from rayserve_paged import cli
@@ -16,6 +16,7 @@ from rayserve_paged.core.event_log import LoggedEvent
 from rayserve_paged.core.replay import replay
 from rayserve_paged.core.replica_messages import CancelRequest, ControllerMessage, StepFinished
 from rayserve_paged.event_files import log_files, read_log
+from rayserve_paged.experiments.leftovers import is_running
 from rayserve_paged.sim.recorded_workload import read_recorded
 
 pytestmark = pytest.mark.ray

@@ -12,10 +12,8 @@ from ray_harness import (
     deployment_config,
     environment,
     holdings,
-    is_running,
     read_all,
     request,
-    shared_memory,
     tokens,
     wait_for,
 )
@@ -24,6 +22,7 @@ from rayserve_cluster.launch import down
 from rayserve_cluster.placement import CONTROLLER_NAME, namespace_of
 from rayserve_cluster.ray_shell import RayShell
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError
+from rayserve_paged.experiments.leftovers import is_running, shared_memory
 
 pytestmark = pytest.mark.ray
 

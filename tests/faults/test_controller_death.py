@@ -8,11 +8,12 @@ import pytest
 from ray_harness import (
     deployment_config,
     holdings,
-    is_running,
     prompts,
     read_all,
+    read_all_after,
     request,
     tokens,
+    undisturbed,
     wait_for,
 )
 
@@ -20,7 +21,7 @@ from rayserve_cluster.ray_shell import RayShell
 from rayserve_paged.core.controller_messages import Placed, SubmitRequest
 from rayserve_paged.core.errors import ControllerAwayError
 from rayserve_paged.core.request import FinishReason
-from rayserve_paged.inprocess import InProcessShell
+from rayserve_paged.experiments.leftovers import is_running
 
 pytestmark = pytest.mark.ray
 
@@ -34,27 +35,16 @@ def term_of(shell: RayShell) -> int:
 
 def test_a_killed_controller_finds_its_replicas_and_every_stream_goes_on(cluster: str) -> None:
     requests = [request(f"c{i}", prompt, 400) for i, prompt in enumerate(prompts(4))]
-    oracle = InProcessShell(deployment_config("oracle"))
-    try:
-        expected = [tokens(updates) for updates in asyncio.run(read_all(oracle, requests))]
-    finally:
-        oracle.shutdown()
+    expected = undisturbed(requests)
     shell = RayShell(deployment_config("orphans", ranks=2, replicas=2), cluster)
     try:
         before = asyncio.run(shell.status())
         assert before.term == 0
         ranks = [rank.pid for rank in asyncio.run(shell.stats()).ranks]
-
-        async def read_and_kill() -> list[list[int]]:
-            reading = asyncio.create_task(read_all(shell, requests))
-            while not any(ledger.unique_live_tokens for _, ledger in await shell.accounting()):
-                await asyncio.sleep(0.01)
-            os.kill(before.pid, signal.SIGKILL)
-            streams = await reading
-            assert [updates[-1].finish for updates in streams] == [FinishReason.LENGTH] * 4
-            return [tokens(updates) for updates in streams]
-
-        assert asyncio.run(read_and_kill()) == expected
+        killed = read_all_after(shell, requests, lambda: os.kill(before.pid, signal.SIGKILL))
+        streams = asyncio.run(killed)
+        assert [updates[-1].finish for updates in streams] == [FinishReason.LENGTH] * 4
+        assert [tokens(updates) for updates in streams] == expected
         wait_for(lambda: term_of(shell) == 1, "the next controller")
         wait_for(lambda: len(asyncio.run(shell.status()).replicas) == 2, "its replicas")
         # The same processes, which nobody has started again.
@@ -79,17 +69,14 @@ def test_replicas_that_died_with_their_controller_are_started_again(cluster: str
         rank = asyncio.run(shell.stats()).ranks[1].pid
         controller = asyncio.run(shell.status()).pid
 
-        async def read_and_kill() -> list[int]:
-            reading = asyncio.create_task(read_all(shell, [request("b", [1, 2, 3], 400)]))
-            while not any(ledger.unique_live_tokens for _, ledger in await shell.accounting()):
-                await asyncio.sleep(0.01)
+        def kill_both() -> None:
             os.kill(controller, signal.SIGKILL)
             os.kill(rank, signal.SIGKILL)
-            (updates,) = await reading
-            assert updates[-1].finish is FinishReason.LENGTH
-            return tokens(updates)
 
-        first = asyncio.run(read_and_kill())
+        killed = read_all_after(shell, [request("b", [1, 2, 3], 400)], kill_both)
+        (updates,) = asyncio.run(killed)
+        assert updates[-1].finish is FinishReason.LENGTH
+        first = tokens(updates)
         (again,) = asyncio.run(read_all(shell, [request("b2", [1, 2, 3], 400)]))
         assert tokens(again) == first
         wait_for(lambda: len(holdings("both")) == 1 + 2 + 1, "nothing of the lives before")

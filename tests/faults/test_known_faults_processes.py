@@ -15,7 +15,6 @@ from ray_harness import (
     deployment_config,
     environment,
     holdings,
-    is_running,
     read_all,
     request,
     tokens,
@@ -26,6 +25,7 @@ from rayserve_cluster.placement import namespace_of, rank_name
 from rayserve_cluster.ray_shell import RayShell
 from rayserve_paged.core.errors import ControllerAwayError, InvalidInputError
 from rayserve_paged.core.ids import Incarnation, ReplicaId
+from rayserve_paged.experiments.leftovers import is_running
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 

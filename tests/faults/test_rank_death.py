@@ -12,12 +12,12 @@ import pytest
 from ray_harness import (
     deployment_config,
     holdings,
-    is_running,
     prompts,
     read_all,
+    read_all_after,
     request,
-    shared_memory,
     tokens,
+    undisturbed,
     wait_for,
 )
 
@@ -26,7 +26,7 @@ from rayserve_paged.core.controller_messages import Rejected, SubmitRequest
 from rayserve_paged.core.errors import NoReplicaError
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.stream_update import StreamUpdate
-from rayserve_paged.inprocess import InProcessShell
+from rayserve_paged.experiments.leftovers import is_running, shared_memory
 
 pytestmark = pytest.mark.ray
 
@@ -53,25 +53,11 @@ def four_requests(max_tokens: int) -> list[Request]:
     return [*requests[:2], *map(sampled, requests[2:])]
 
 
-def undisturbed(requests: Sequence[Request]) -> list[list[int]]:
-    oracle = InProcessShell(deployment_config("oracle"))
-    try:
-        return [tokens(updates) for updates in asyncio.run(read_all(oracle, requests))]
-    finally:
-        oracle.shutdown()
-
-
-async def read_and_kill(
+def read_and_kill(
     shell: RayShell, requests: Sequence[Request], victim: int, sent: signal.Signals
-) -> tuple[list[list[StreamUpdate]], float]:
-    """Kill a process in the middle of some streams; returns these, and what was left after it."""
-    reading = asyncio.create_task(read_all(shell, requests))
-    while not any(ledger.unique_live_tokens for _, ledger in await shell.accounting()):
-        await asyncio.sleep(0.01)
-    killed_at = time.monotonic()
-    os.kill(victim, sent)
-    streams = await reading
-    return streams, time.monotonic() - killed_at
+) -> list[list[StreamUpdate]]:
+    """Kill a process in the middle of some streams; returns these."""
+    return asyncio.run(read_all_after(shell, requests, lambda: os.kill(victim, sent)))
 
 
 @pytest.mark.parametrize("rank", [1, 0])
@@ -84,8 +70,7 @@ def test_b71_a_lost_rank_costs_no_token_and_its_gang_is_started_again(
     requests = four_requests(300)
     with running(name, cluster) as shell:
         ranks = asyncio.run(shell.stats()).ranks
-        streams, took_s = asyncio.run(read_and_kill(shell, requests, ranks[rank].pid, kill))
-        print(f"{kill.name} of rank {rank}: all read {took_s:.2f} s later")
+        streams = read_and_kill(shell, requests, ranks[rank].pid, kill)
         assert [updates[-1].finish for updates in streams] == [FinishReason.LENGTH] * 4
         assert [tokens(updates) for updates in streams] == undisturbed(requests)
         # The whole gang goes, and the next one is in its place.
@@ -109,8 +94,7 @@ def test_where_none_is_started_again_requests_end_with_an_error_that_names_the_r
 ) -> None:
     with running("mortal", cluster, restart=False) as shell:
         ranks = asyncio.run(shell.stats()).ranks
-        killed = read_and_kill(shell, four_requests(3000), ranks[1].pid, signal.SIGKILL)
-        streams, _took_s = asyncio.run(killed)
+        streams = read_and_kill(shell, four_requests(3000), ranks[1].pid, signal.SIGKILL)
         ends = [updates[-1] for updates in streams]
         assert [end.finish for end in ends] == [FinishReason.ERROR] * 4
         assert all(end.error is not None and "rank 1" in end.error for end in ends)
