@@ -24,6 +24,7 @@ from rayserve_paged.core.config import (
     DeploymentConfig,
     ModelConfig,
     ParallelConfig,
+    RecoveryConfig,
 )
 from rayserve_paged.core.errors import ControllerAwayError, PagedError
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
@@ -125,6 +126,9 @@ def run_live_chaos(
         parallel=ParallelConfig(
             tensor_parallel_size=config.tensor_parallel_size, num_replicas=config.num_replicas
         ),
+        # Kills follow each other so closely that the pauses of a crash loop would be most of the
+        # run, and the time to serve again would say little of the restart.
+        recovery=RecoveryConfig(max_restart_delay_s=0.0),
     )
     shell = RayShell(own, config.address)
     run = _Run(config, shell, on_kill)
