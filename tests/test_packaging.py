@@ -1,10 +1,13 @@
 """The distribution: what a wheel holds, what an import loads, what the constraints pin."""
 
+import ast
 import importlib
+import importlib.metadata
 import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -13,6 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"rayserve_paged", "rayserve_kernels", "rayserve_cluster"}
+
+COME_WITH = {"huggingface_hub": "transformers", "markupsafe": "jinja2", "pydantic_core": "pydantic"}
+"""Packages that are part of what another one offers."""
 
 LOADED_BY_IMPORT = """
 import importlib, pkgutil, sys
@@ -56,6 +62,33 @@ def test_the_wheel_names_its_license_and_command(wheel: Path) -> None:
     assert "rayserve-paged = rayserve_paged.cli:main" in texts["entry_points.txt"]
     assert "License-Expression: Apache-2.0" in texts["METADATA"]
     assert "Apache License" in texts["licenses/LICENSE"]
+
+
+def test_every_package_that_is_imported_is_a_dependency() -> None:
+    imported = set()
+    for package in ("rayserve_paged", "kernels/rayserve_kernels", "cluster/rayserve_cluster"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                    imported.add(node.module.partition(".")[0])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    named = [*project["dependencies"]]
+    for extra in extras.keys() - {"dev"}:
+        named += extras[extra]
+    declared = {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in named}
+    providers = importlib.metadata.packages_distributions()
+    foreign = imported - set(sys.stdlib_module_names) - PACKAGES
+    undeclared = set()
+    for name in foreign:
+        distributions = providers.get(name, [name])
+        offered = {one.lower().replace("_", "-") for one in distributions} | {COME_WITH.get(name)}
+        if declared.isdisjoint(offered):
+            undeclared.add(name)
+    assert undeclared == set()
+    assert {"numpy", "torch", "ray", "psutil"} <= foreign
 
 
 @pytest.mark.slow
