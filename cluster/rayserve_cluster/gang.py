@@ -102,8 +102,8 @@ class Gang:
         finally:
             await _cancel(lost, started)
 
-    def adopt(self, group: PlacementGroup, workers: Sequence[Any]) -> None:
-        """Take over ranks that a controller before this one has created; not with `start`."""
+    def adopt(self, group: PlacementGroup | None, workers: Sequence[Any]) -> None:
+        """Take over ranks that were created elsewhere; not with `start`."""
         self._group = group
         self._workers = list(workers)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from rayserve_cluster.gang import Gang
 from rayserve_cluster.launch import await_removal
@@ -174,10 +175,20 @@ class Gangs:
             if workers is None:
                 remove_group(group)
                 continue
-            gang = self._new(life)
-            gang.adopt(group, workers)
-            self._keep(gang, self._watch(gang))
+            self.take_over(life, group, workers)
         return tuple(sorted(self._gangs))
+
+    def take_over(self, life: Life, group: PlacementGroup | None, workers: Sequence[Any]) -> None:
+        """Watch a gang that was created elsewhere, and end it when it is stopped.
+
+        Args:
+            life: Whose.
+            group: The room that it gives back; None for none.
+            workers: Handles of its ranks.
+        """
+        gang = self._new(life)
+        gang.adopt(group, workers)
+        self._keep(gang, self._watch(gang))
 
     def _find_ranks(self, life: Life) -> Sequence[Any] | None:
         namespace = namespace_of(self._config.name)

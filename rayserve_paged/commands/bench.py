@@ -47,15 +47,20 @@ def control(
 
 @bench.command()
 def placement(
+    actor: Annotated[
+        bool, typer.Option("--actor", help="Through the controller's actor on a local Ray cluster.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What a controller takes in with 8, 128 and 1,024 replicas, per second of one core.
+    """What a controller takes in with 8, 128 and 1,024 replicas, per second.
 
-    Placements of prompts of 1,024 tokens, and keys that replicas report; without a network.
+    Placements of prompts of 1,024 tokens, and keys that replicas report: on one core and without
+    a network, or with --actor on Ray, where assignments and reports are sent, and replicas pinged.
     """
-    from rayserve_paged.experiments import placement_bench
+    from rayserve_paged.experiments import actor_placement_bench, placement_bench
 
-    figures = {num: placement_bench.rates(num) for num in placement_bench.NUM_REPLICAS}
+    measure = actor_placement_bench.rates if actor else placement_bench.rates
+    figures = {num: measure(num) for num in placement_bench.NUM_REPLICAS}
     if as_json:
         flat = {
             f"{name}_{num}": round(rate, 3)
@@ -65,8 +70,13 @@ def placement(
         print(json.dumps(flat))
         return
     for num, rates in figures.items():
+        last = (
+            f"{rates['controller_us']:.0f} µs of the controller's process for each"
+            if actor
+            else f"hit rate {rates['hit_rate']:.3f}"
+        )
         print(
             f"{num:5d} replicas: {rates['placements_per_s']:8,.0f} placements/s, "
             f"{rates['directory_updates_per_s']:10,.0f} keys/s in "
-            f"{rates['reports_per_s']:7,.0f} reports/s, hit rate {rates['hit_rate']:.3f}"
+            f"{rates['reports_per_s']:7,.0f} reports/s, {last}"
         )

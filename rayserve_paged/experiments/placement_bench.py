@@ -34,12 +34,12 @@ from rayserve_paged.core.token_ids import TokenIds
 BLOCK_SIZE = 16
 PROMPT_LEN = 1024
 NUM_REPLICAS = (8, 128, 1024)
+NUM_REQUESTS = 10_000
+NUM_OPEN_EACH = 8
 
 _NUM_FAMILIES = 100
 _SHARED_LEN = 768
-_NUM_REQUESTS = 10_000
 _BATCH = 50
-_NUM_OPEN_EACH = 8
 _NUM_BLOCKS_EACH = 2_000
 _MAX_TOKENS = 128
 _VOCAB_SIZE = 49_152
@@ -124,7 +124,7 @@ class MadeUpReplica:
         return report
 
 
-def rates(num_replicas: int, num_requests: int = _NUM_REQUESTS) -> dict[str, float]:
+def rates(num_replicas: int, num_requests: int = NUM_REQUESTS) -> dict[str, float]:
     """Return what a controller with so many replicas takes in, on one core.
 
     Each replica has 8 requests open and 2,000 keys at most. The first requests, which fill the
@@ -150,8 +150,8 @@ def measure(handle: Handle, num_replicas: int, num_requests: int) -> dict[str, f
     for replica in replicas:
         handle(replica.registration)
     in_flight: deque[tuple[ReplicaId, AssignRequest]] = deque()
-    made_up = requests(num_replicas * _NUM_OPEN_EACH + num_requests)
-    for request in islice(made_up, num_replicas * _NUM_OPEN_EACH):
+    made_up = requests(num_replicas * NUM_OPEN_EACH + num_requests)
+    for request in islice(made_up, num_replicas * NUM_OPEN_EACH):
         in_flight.append(_sent(handle(SubmitRequest(request))))
     place_s = update_s = 0.0
     num_keys = num_known = 0
