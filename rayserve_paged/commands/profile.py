@@ -89,7 +89,8 @@ def _print_errors(held_out: "HeldOut", live: "LiveFigures | None") -> None:
     print(
         f"{live.num_steps} steps of a live run: {served.scale:.3f} times the tables and "
         f"{served.extra_s * 1e3:.2f} ms; with that an error of {live.mean_error:.1%} on average, "
-        f"P90 {live.p90_error:.1%}"
+        f"P90 {live.p90_error:.1%}; one in ten took {served.ratios[len(served.ratios) // 10]:.2f} "
+        f"times as long or less, one in ten {served.ratios[-len(served.ratios) // 10]:.2f} or more"
     )
     print(
         f"messages: {messages.submit_s * 1e3:.2f} ms to the controller, "

@@ -14,7 +14,7 @@ from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.event_files import log_files, read_log
 from rayserve_paged.experiments.stream_times import StreamTimes, UserFigures, user_figures
 from rayserve_paged.profiling.live import serve_on_ray
-from rayserve_paged.sim.build import network_of, ranks_per_machine
+from rayserve_paged.sim.build import network_of, ranks_per_machine, step_ratios_of
 from rayserve_paged.sim.cluster import Cluster, ClusterSpec
 from rayserve_paged.sim.profile import Profile
 from rayserve_paged.sim.profiled_cost import ProfiledCost
@@ -104,6 +104,7 @@ def simulate_workload(
         timeouts=config.timeouts,
         network=network_of(profile),
         placement=config.placement,
+        step_ratios=step_ratios_of(profile),
     )
     times = StreamTimes()
     for number, request in enumerate(requests):

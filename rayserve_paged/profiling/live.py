@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _LEAST_S = 1e-6
 _NUM_WARM_UP = 4
+_NUM_RATIOS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +92,9 @@ def measure_live(
     measured = np.array([step.seconds for step in steps])
     predicted = predict_steps(steps, cost)
     served = fit_served(predicted, measured)
-    errors = np.abs(served.scale * predicted + served.extra_s - measured) / measured
+    fitted = served.scale * predicted + served.extra_s
+    served = served.model_copy(update={"ratios": even_ratios(measured / fitted)})
+    errors = np.abs(fitted - measured) / measured
     return LiveFigures(
         message_times(times, run),
         served,
@@ -117,6 +120,13 @@ def fit_served(predicted_s: FloatArray, measured_s: FloatArray) -> ServedSteps:
     if extra_s < 0.0 or scale <= 0.0:
         scale, extra_s = float(measured_s.sum() / predicted_s.sum()), 0.0
     return ServedSteps(scale=scale, extra_s=extra_s)
+
+
+def even_ratios(ratios: FloatArray) -> list[float]:
+    """Return few ratios that are spread as many are, and are 1 on average."""
+    spread = np.quantile(ratios, (np.arange(_NUM_RATIOS) + 0.5) / _NUM_RATIOS)
+    evened: list[float] = (spread / spread.mean()).tolist()
+    return evened
 
 
 def message_times(times: StreamTimes, run: ServedRun) -> MessageTimes:

@@ -65,10 +65,12 @@ def describe_cluster(
         gpu=chosen, shape=shape, tensor_parallel_size=tensor_parallel_size
     )
     network, ranks_per_node = NetworkSpec(), GPUS_PER_NODE
+    step_ratios: tuple[float, ...] = ()
     if profile is not None:
         measured = read_profile(profile)
         cost = ProfiledCost(measured)
         network = network_of(measured)
+        step_ratios = step_ratios_of(measured)
         ranks_per_node = ranks_per_machine(measured, tensor_parallel_size)
     if num_blocks is None:
         num_blocks = num_blocks_that_fit(chosen, shape, tensor_parallel_size, block_size)
@@ -91,6 +93,7 @@ def describe_cluster(
         num_consumers=num_consumers,
         placement=placement,
         timeouts=timeouts,
+        step_ratios=step_ratios,
     )
 
 
@@ -107,6 +110,11 @@ def network_of(profile: Profile) -> NetworkSpec:
     return dataclasses.replace(
         default, between_nodes=dataclasses.replace(default.between_nodes, latency_s=latency_s)
     )
+
+
+def step_ratios_of(profile: Profile) -> tuple[float, ...]:
+    """Return how unevenly a profile's steps were served; empty where that was not measured."""
+    return () if profile.served is None else tuple(profile.served.ratios)
 
 
 def ranks_per_machine(profile: Profile, tensor_parallel_size: int) -> int:

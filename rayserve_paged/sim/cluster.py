@@ -59,6 +59,8 @@ from rayserve_paged.sim.report import (
 )
 from rayserve_paged.sim.requests import SimRequest
 from rayserve_paged.sim.slow_replicas import slowed
+from rayserve_paged.sim.step_ratios import StepRatios
+from rayserve_paged.sim.token_streams import stream_number
 
 _TIMEOUTS = TimeoutConfig()
 _NETWORK = NetworkSpec()
@@ -90,6 +92,8 @@ class ClusterSpec:
         load_interval_s: How often the state of the replicas is taken down.
         recovery: What is done about replicas that die, and requests that lose theirs.
         start_s: How long a replica takes to start again: processes, then loading of weights.
+        step_ratios: Of the time that steps take to what `cost` says; one of them is drawn for each
+            step. Empty where they take just that.
         partial_reuse: Whether leading slots of cached blocks are reused by copy.
         notice_s: After which the controller notices that a process is gone; one that hangs it
             notices after `timeouts.rank_liveness_s`.
@@ -113,6 +117,7 @@ class ClusterSpec:
     start_s: float = 30.0
     notice_s: float = 0.5
     partial_reuse: bool = False
+    step_ratios: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -380,12 +385,13 @@ class Cluster:
         machine = None
         if spec.cost.max_active > 1:
             machine = self._machines.setdefault(self._shared_nodes[index], Machine())
+        replica = new_replica(start)
         host = ReplicaHost(
             self.engine,
             self.network,
             self._nodes[index],
             index,
-            new_replica(start),
+            replica,
             slowed(spec.cost, self.engine, self._plan, start.replica_id),
             self._gaps,
             machine,
@@ -393,6 +399,9 @@ class Cluster:
             Totals() if before is None else before.totals,
             None if self._make_ranks is None else self._make_ranks(start.replica_id),
             self._unfinished,
+            StepRatios(spec.step_ratios, stream_number(index, replica.incarnation))
+            if spec.step_ratios
+            else None,
         )
         host.controller = self.controller
         host.consumers = self.controller.consumers

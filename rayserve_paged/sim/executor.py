@@ -21,6 +21,7 @@ from rayserve_paged.sim.cost_model import CostModel, FloatArray
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.machine import Machine
+from rayserve_paged.sim.step_ratios import StepRatios
 from rayserve_paged.sim.token_streams import answer_stream, tokens_at
 
 
@@ -73,6 +74,7 @@ class SimulatedExecutor:
         ranks: What computes the plans when they end; None to sample by seeds alone.
         unfinished: Shared by all replicas where a stream may go on at another one; None where
             none can.
+        ratios: Of the time that steps take to what `cost` says; None where it is the same.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class SimulatedExecutor:
         machine: Machine | None = None,
         ranks: Ranks | None = None,
         unfinished: Unfinished | None = None,
+        ratios: StepRatios | None = None,
     ) -> None:
         self.num_plans = 0
         self.num_steps = 0
@@ -98,6 +101,7 @@ class SimulatedExecutor:
         self._gaps = gaps
         self._machine = machine
         self._ranks = ranks
+        self._ratios = ratios
         self._is_stopped = False
         self._queued: deque[StepPlan] = deque()
         self._running: _Running | None = None
@@ -191,9 +195,12 @@ class SimulatedExecutor:
 
     def _seconds(self, plan: StepPlan) -> FloatArray:
         num_active = 1 if self._machine is None else self._machine.num_active
-        return self._cost.step_seconds(
+        seconds = self._cost.step_seconds(
             plan.num_computed, plan.num_tokens, len(plan.sample_indices), plan.num_steps, num_active
         )
+        if self._ratios is not None:
+            seconds *= self._ratios.of(self.num_steps, plan.num_steps)
+        return seconds
 
     def _end(self, running: _Running, planned_s: float) -> None:
         if running is not self._running or planned_s != running.due_s:

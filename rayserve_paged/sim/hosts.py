@@ -48,6 +48,7 @@ from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.network import Network, NodeId, message_bytes
 from rayserve_paged.sim.report import Totals
+from rayserve_paged.sim.step_ratios import StepRatios
 
 
 class ReplicaHost:
@@ -66,6 +67,7 @@ class ReplicaHost:
         before: What the lives before it did.
         ranks: As `SimulatedExecutor`.
         unfinished: As `SimulatedExecutor`.
+        ratios: As `SimulatedExecutor`.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class ReplicaHost:
         before: Totals,
         ranks: Ranks | None = None,
         unfinished: Unfinished | None = None,
+        ratios: StepRatios | None = None,
     ) -> None:
         self.node = node
         self.index = index
@@ -98,6 +101,7 @@ class ReplicaHost:
             machine,
             ranks,
             unfinished,
+            ratios,
         )
         self.controller: ControllerHost | None = None
         self.consumers: dict[str, ConsumerHost] = {}

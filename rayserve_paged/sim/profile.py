@@ -17,7 +17,7 @@ One JSON object:
       ],
       "control":  {"num_sequences": [1, 32], "seconds": [..]},
       "messages": {"submit_s": .., "assign_s": .., "deliver_s": ..},
-      "served":   {"scale": 1.05, "extra_s": 0.001},
+      "served":   {"scale": 1.05, "extra_s": 0.001, "ratios": [0.9, 1.0, 1.1]},
       "start_s":  ..
     }
 
@@ -29,7 +29,8 @@ num_context_tokens[j] in the cache. The rest may be left out: `control`, what th
 takes for the commit of a step and the plan of the next; `messages`, means from a consumer's call to
 the controller, from there to the replica, and from a replica's answer to its consumer; `served`,
 how steps in a live deployment compare to those of the tables: scale times as long, and extra_s
-more; `start_s`, from the start of a replica to its registration.
+more, times one of ratios, each as likely as the others and 1 on average; `start_s`, from the start
+of a replica to its registration.
 """
 
 import itertools
@@ -143,6 +144,7 @@ class ServedSteps(_Part):
 
     scale: Seconds
     extra_s: _SecondsOrNone
+    ratios: list[Seconds] = []
 
 
 class Profile(_Part):

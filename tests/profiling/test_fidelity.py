@@ -101,6 +101,18 @@ def test_a_workload_is_one_that_the_machine_can_serve() -> None:
     assert len(list(generate(suitable_workload(cost, 7, 2, 0.5), 0))) == 7
 
 
+def test_steps_are_as_uneven_in_simulation_as_they_were_live() -> None:
+    requests = list(generate(suitable_workload(ProfiledCost(profile()), 24, 2, 0.5), 0))
+    num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
+    served = ServedSteps(scale=1.0, extra_s=0.0, ratios=[0.8, 0.9, 1.1, 1.2])
+    even, uneven = (
+        user_figures(simulate_workload(CONFIG, LIMITS, one, requests), num_prompt_tokens)
+        for one in (profile(), profile().model_copy(update={"served": served}))
+    )
+    assert uneven.itl_mean_s == pytest.approx(even.itl_mean_s, rel=0.05)
+    assert uneven.itl_p90_s > 1.03 * even.itl_p90_s
+
+
 def test_users_see_in_simulation_what_messages_and_neighbours_add() -> None:
     requests = list(generate(suitable_workload(ProfiledCost(profile()), 24, 2, 0.5), 0))
     num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)

@@ -12,7 +12,7 @@ from rayserve_paged.core.request import FinishReason
 from rayserve_paged.experiments.open_loop import serve_open_loop
 from rayserve_paged.experiments.stream_times import StreamTimes, user_figures
 from rayserve_paged.inprocess import InProcessShell
-from rayserve_paged.profiling.live import fit_served, message_times
+from rayserve_paged.profiling.live import even_ratios, fit_served, message_times
 from rayserve_paged.profiling.served_run import (
     ServedRun,
     ServedStep,
@@ -137,6 +137,16 @@ def test_served_steps_are_fitted_by_a_line_that_keeps_their_mean() -> None:
     assert through_zero.scale * predicted.sum() == pytest.approx((1.5 * predicted - 0.01).sum())
     alike = fit_served(np.full(3, 0.1), np.array([0.1, 0.2, 0.3]))
     assert alike.scale * 0.1 + alike.extra_s == pytest.approx(0.2)
+
+
+def test_few_ratios_are_spread_as_many_are_and_one_on_average() -> None:
+    many = np.random.default_rng(0).permutation(np.linspace(0.5, 2.5, 10_001))
+    few = even_ratios(many)
+    assert len(few) == 64
+    assert sum(few) / 64 == pytest.approx(1.0)
+    # Of means of 1.5; the outermost are in the middle of their 64ths.
+    assert few[0] == pytest.approx((0.5 + 2.0 * 0.5 / 64) / 1.5)
+    assert np.percentile(few, [10, 50, 90]) == pytest.approx([0.7 / 1.5, 1.0, 2.3 / 1.5], rel=0.02)
 
 
 def test_users_see_first_tokens_gaps_and_throughput() -> None:

@@ -111,6 +111,24 @@ def test_plans_of_several_steps_give_the_streams_times_and_ledger_of_single_step
         assert several.report.replicas.num_preemptions.sum() > 0
 
 
+def test_uneven_steps_are_as_uneven_in_plans_of_several() -> None:
+    requests = make_workload(6)
+    uneven = dataclasses.replace(make_spec(), step_ratios=(0.8, 1.2))
+    several = simulate(uneven, requests)
+    single = simulate(
+        dataclasses.replace(uneven, batch=make_spec(max_decode_steps=1).batch), requests
+    )
+    assert_equal(several, single)
+    assert several.num_plans < single.num_plans * 0.6
+    even = simulate(make_spec(), requests)
+    gaps = {
+        name: (run.report.token_gaps_s.percentile(10), run.report.token_gaps_s.percentile(90))
+        for name, run in (("even", even), ("uneven", several))
+    }
+    assert gaps["uneven"][0] < 0.9 * gaps["even"][0]
+    assert gaps["uneven"][1] > 1.1 * gaps["even"][1]
+
+
 def test_with_real_bandwidths_the_times_differ_by_what_a_longer_delivery_takes() -> None:
     requests = make_workload(5)
     network = NetworkSpec()
