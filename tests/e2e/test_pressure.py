@@ -23,11 +23,13 @@ from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import SamplingRow
 from rayserve_paged.model.spec import FingerprintConfig
 
-MAX_NUM_SEQS = 64
+MAX_NUM_SEQS = 96
 BLOCK_SIZE = 4
 SHARE_OF_NEED = 0.3
 SHARE_OF_SEARCHES = 0.2
+MAX_OUTPUT_LEN = 32
 BIG_POOL = 640
+POOL_FOR_ONE = 160
 FULL = FingerprintConfig(
     num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=256, max_model_len=64
 )
@@ -82,7 +84,7 @@ def drawing(draw: random.Random) -> dict[str, Any]:
     """Parameters of a request whose samples are drawn."""
     num_samples, best_of = draw.choice([(1, None), (1, None), (2, None), (3, None), (1, 3)])
     return {
-        "max_tokens": draw.randint(1, 16),
+        "max_tokens": draw.randint(1, MAX_OUTPUT_LEN),
         "temperature": draw.choice([0.0, 1.0, 1.3]),
         "top_p": draw.choice([1.0, 0.9]),
         "seed": draw.randrange(1 << 62),
@@ -96,7 +98,7 @@ def searching(draw: random.Random) -> dict[str, Any]:
     """Parameters of a request whose outputs are searched for."""
     length_penalty, early_stopping = draw.choice(ENDINGS)
     return {
-        "max_tokens": draw.randint(1, 16),
+        "max_tokens": draw.randint(1, MAX_OUTPUT_LEN),
         "n": draw.randint(1, 2),
         "beam_width": draw.randint(2, 4),
         "length_penalty": length_penalty,
@@ -121,7 +123,7 @@ def workload(seed: int, num_requests: int) -> list[Arrival]:
             draw.choice(stories)[:num_shared] + own,
             request_id=f"q{number}",
             # Of equally urgent ones rather others than beams give way.
-            priority=draw.choice([0, 1, 1] if is_search else [-1, 0, 0]),
+            priority=draw.choice([-1, 0, 1] if is_search else [0, 1]),
             tenant_salt=draw.choice([None, "one", "two"]),
             window=window,
             num_sink_tokens=0 if window is None else draw.choice([0, 1, 4]),
@@ -187,7 +189,7 @@ def run(
 
 def alone(request: Request, config: FingerprintConfig) -> list[tuple[int, ...]]:
     """Run one request in a pool of its own that is big enough."""
-    (streams,) = run([Arrival(request, 0, None)], 64, config).streams
+    (streams,) = run([Arrival(request, 0, None)], POOL_FOR_ONE, config).streams
     return [stream.token_ids for stream in streams]
 
 
@@ -272,13 +274,14 @@ def run_under_pressure(
 def test_two_hundred_requests_at_30_percent_of_their_need_are_each_as_alone(
     config: FingerprintConfig,
 ) -> None:
-    outcome, tally, _ = run_under_pressure(1, 200, config, pipeline_depth=2)
+    outcome, tally, _ = run_under_pressure(2, 200, config, pipeline_depth=2)
     assert outcome.num_preemptions > 5
     assert outcome.num_hit_tokens > 100
     assert tally.finishes[FinishReason.CANCELLED] > 5
     assert tally.finishes[FinishReason.LENGTH] > 200
     whole = tally.whole_searches
     assert len(whole) > 20
+    assert any(request.request_id in outcome.gave_way for request in whole)
     assert sum(request.scope.window is not None for request in whole) > 3
 
 
