@@ -136,6 +136,9 @@ class Fleet:
         lost = self.lost.get(replica_id)
         if lost is not None and lost[0] >= incarnation:
             return [StopReplica(replica_id, incarnation, lost[1])]
+        if self.restarts.is_overtaken(replica_id, incarnation):
+            # It came back to a controller that had given it up without having seen it.
+            return [StopReplica(replica_id, incarnation, "its next life is being started")]
         if self.scope is None:
             self.scope = event.scope
         elif self.scope != event.scope:

@@ -60,10 +60,15 @@ class Restarts:
         lives = self._lives.get(replica_id)
         return lives is not None and lives.starting_since is not None and lives.last == incarnation
 
+    def is_overtaken(self, replica_id: ReplicaId, incarnation: Incarnation) -> bool:
+        """Return whether a later life than this one was started and has not registered."""
+        lives = self._lives.get(replica_id)
+        return lives is not None and lives.starting_since is not None and lives.last > incarnation
+
     def register(self, replica_id: ReplicaId, incarnation: Incarnation, now: float) -> None:
         """Note that a life has begun."""
         lives = self._lives.setdefault(replica_id, _Lives(incarnation))
-        lives.last = max(lives.last, incarnation)
+        lives.last = incarnation
         lives.began = now
         lives.due = lives.starting_since = None
         self._pending.pop(replica_id, None)

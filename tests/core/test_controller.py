@@ -1,79 +1,40 @@
 import dataclasses
 
-from replica_driver import make_limits, make_report, make_request, make_scope, prompt_keys
+from controller_driver import (
+    LIMITS,
+    R0,
+    R1,
+    SCOPE,
+    make_controller,
+    placement,
+    refusal,
+    register,
+    report,
+    submit,
+    to_replica,
+)
+from replica_driver import make_request, prompt_keys
 
-from rayserve_paged.core.controller import Controller
 from rayserve_paged.core.controller_messages import (
-    ControllerCommand,
     EndDeployment,
     LoseReplica,
     Placed,
-    Rejected,
     RenewLease,
     ReplicaLost,
     SendToReplica,
     StopReplica,
-    SubmitRequest,
     TakeDown,
     WithdrawRequest,
 )
 from rayserve_paged.core.errors import CapacityError, InvalidInputError, NoReplicaError
-from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId, Term
+from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, RequestId
 from rayserve_paged.core.replica_messages import (
-    AskInventory,
     AssignRequest,
     CancelRequest,
-    ControllerMessage,
     FenceReplica,
     RegisterReplica,
-    ReplicaReport,
     Tick,
 )
-from rayserve_paged.core.request import ModelLimits, Request
-
-SCOPE = make_scope()
-LIMITS = make_limits(num_blocks=16)
-R0, R1 = ReplicaId("r0"), ReplicaId("r1")
-
-
-def register(name: ReplicaId, life: int = 0, limits: ModelLimits = LIMITS) -> RegisterReplica:
-    return RegisterReplica(name, Incarnation(life), limits, SCOPE)
-
-
-def make_controller(*names: ReplicaId, lease_s: float | None = None) -> Controller:
-    controller = Controller(lease_s)
-    for name in names:
-        assert controller.handle(register(name), 0.0) == []
-    return controller
-
-
-def report(
-    name: ReplicaId, *finished: Request, sequence: int = 0, fenced: str | None = None
-) -> ReplicaReport:
-    published = {key: None for request in finished for key in prompt_keys(request, SCOPE)}
-    return make_report(name, *finished, sequence=sequence, published=published, fenced=fenced)
-
-
-def submit(controller: Controller, request: Request) -> list[ControllerCommand]:
-    return controller.handle(SubmitRequest(request), 0.0)
-
-
-def placement(commands: list[ControllerCommand]) -> str:
-    """The replica that a request was placed on."""
-    (placed,) = [command for command in commands if isinstance(command, Placed)]
-    return placed.replica_id
-
-
-def to_replica(
-    name: ReplicaId, event: AssignRequest | CancelRequest | FenceReplica | AskInventory
-) -> SendToReplica:
-    return SendToReplica(name, Incarnation(0), ControllerMessage(Term(0), event))
-
-
-def refusal(commands: list[ControllerCommand]) -> Exception:
-    (rejected,) = commands
-    assert isinstance(rejected, Rejected)
-    return rejected.error
 
 
 def test_a_request_is_assigned_with_its_keys_and_clamped_and_then_its_consumer_is_told() -> None:
