@@ -173,11 +173,13 @@ class Controller:
 
         A shell on a virtual clock ticks then; one on a real clock may as well tick regularly.
         """
+        if self._fleet.ended is not None:
+            return None
         due = [] if self._fleet.next_tick is None else [self._fleet.next_tick]
         if self._fleet.is_watchful:
             due.append(self._last_tick + _TICK_S)
         lease_s = self._deployment_lease_s
-        if lease_s is not None and self._fleet.ended is None:
+        if lease_s is not None:
             begun = self._last_tick if self._last_renewal is None else self._last_renewal
             due.append(begun + lease_s)
         return min(due, default=None)

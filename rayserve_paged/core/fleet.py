@@ -202,8 +202,7 @@ class Fleet:
         self, replica_id: ReplicaId, incarnation: Incarnation, reason: str, now: float
     ) -> None:
         self.lost[replica_id] = (incarnation, reason)
-        if self.ended is None:
-            self.restarts.lose(replica_id, incarnation, now)
+        self.restarts.lose(replica_id, incarnation, now)
 
     def end(self, reason: str, now: float) -> list[ControllerCommand]:
         """Give up all that lives or starts, for good."""
@@ -230,7 +229,7 @@ class Fleet:
         commands: list[ControllerCommand] = []
         self.wait(now)
         assert self._grace_until is not None
-        if self._missing and now >= self._grace_until:
+        if now >= self._grace_until:
             commands += self._give_up_missing(now)
         for source in self.restarts.overdue(now):
             commands += self.lose(*source, "it did not register in time", now)
@@ -250,10 +249,8 @@ class Fleet:
     @property
     def next_tick(self) -> float | None:
         """When a life is to be started or given up, in seconds."""
-        due = [] if self.restarts.next_tick is None else [self.restarts.next_tick]
-        if self._missing and self._grace_until is not None:
-            due.append(self._grace_until)
-        return min(due, default=None)
+        due = [self.restarts.next_tick, self._grace_until if self._missing else None]
+        return min((at for at in due if at is not None), default=None)
 
     def _give_up_missing(self, now: float) -> list[ControllerCommand]:
         commands: list[ControllerCommand] = []
@@ -375,7 +372,7 @@ class Fleet:
             self.placement.adopt(source[0], one.request_id, one.num_rows, one.num_tokens)
             if one.on_trial and live.trial is None:
                 live.trial = (one.request_id, one.attempt)
-        elif not one.on_trial and booked.source == source:
+        elif not one.on_trial:
             live.end_trial(one.request_id, one.attempt)
         return commands
 

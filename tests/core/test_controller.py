@@ -145,13 +145,24 @@ def test_a_report_that_comes_twice_counts_once() -> None:
     assert controller.num_requests(R0) == 1
 
 
+def test_a_prompt_that_is_computed_is_not_queued_any_more() -> None:
+    controller = make_controller(R0)
+    request = make_request(range(9), 4, attempt=1)
+    submit(controller, request)
+    other = dataclasses.replace(request, request_id=RequestId("other"))
+    older = dataclasses.replace(request, attempt=Attempt(0))
+    controller.handle(report(R0, prefilled=[other, older]), 0.0)
+    assert controller.num_queued_tokens(R0) == 9
+    controller.handle(report(R0, other, sequence=1, prefilled=[request]), 0.0)
+    assert (controller.num_queued_tokens(R0), controller.num_pending_tokens(R0)) == (0, 13)
+
+
 def test_a_report_of_another_life_or_attempt_changes_nothing() -> None:
     controller = make_controller(R0)
     request = make_request([1], attempt=1)
     submit(controller, request)
     controller.handle(report(R0, dataclasses.replace(request, attempt=Attempt(0))), 0.0)
-    other_life = dataclasses.replace(report(R0, request, sequence=1), incarnation=Incarnation(1))
-    controller.handle(other_life, 0.0)
+    controller.handle(report(R0, request, life=1, sequence=1), 0.0)
     controller.handle(report(R1, request), 0.0)
     assert controller.num_requests(R0) == 1
 

@@ -60,6 +60,16 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent("directory._slots:half", "-bits.bit_length() // 8", "more bytes, and all of them 0"),
     Equivalent("directory._slots:other-end", "0", "a tuple of one"),
     Equivalent(
+        "fleet.Fleet.report:edge",
+        "live.incarnation > incarnation",
+        "of a life that is another one, which is the case here",
+    ),
+    Equivalent(
+        "replica_record.ReplicaRecord.answer:one-way",
+        "None if number is None else self._asked.pop(number, None)",
+        "no question has that number",
+    ),
+    Equivalent(
         "partial_index.PartialIndex.find:loose-slice",
         "max(0, place - 1) : place + 1",
         "it looks at more blocks than the two that can be the best",
