@@ -175,14 +175,14 @@ class Controller:
         """
         if self._fleet.ended is not None:
             return None
-        due = [] if self._fleet.next_tick is None else [self._fleet.next_tick]
-        if self._fleet.is_watchful:
-            due.append(self._last_tick + _TICK_S)
         lease_s = self._deployment_lease_s
-        if lease_s is not None:
-            begun = self._last_tick if self._last_renewal is None else self._last_renewal
-            due.append(begun + lease_s)
-        return min(due, default=None)
+        begun = self._last_tick if self._last_renewal is None else self._last_renewal
+        due = (
+            self._fleet.next_tick,
+            self._last_tick + _TICK_S if self._fleet.is_watchful else None,
+            None if lease_s is None else begun + lease_s,
+        )
+        return min((at for at in due if at is not None), default=None)
 
     # --- replicas -------------------------------------------------------------------------
 
@@ -226,14 +226,14 @@ class Controller:
         Raises:
             DuplicateRequestError: It is another request under the same name.
         """
-        before = known.submitted
-        if before is None or known.assignment is None:
+        if known.given is None:
             return [known.placed]
-        if before is not request and before != _with_deadline(request, before.deadline_s):
+        before, assignment = known.given
+        if before != dataclasses.replace(request, deadline_s=before.deadline_s):
             raise DuplicateRequestError(request.request_id)
-        admitted = _with_deadline(known.assignment.request, request.deadline_s)
-        assignment = dataclasses.replace(known.assignment, request=admitted)
-        return [self._fleet.to(known.source, assignment), known.placed]
+        admitted = dataclasses.replace(assignment.request, deadline_s=request.deadline_s)
+        again = dataclasses.replace(assignment, request=admitted)
+        return [self._fleet.to(known.source, again), known.placed]
 
     def _place(self, event: SubmitRequest, now: float) -> list[ControllerCommand]:
         request, fleet = event.request, self._fleet
@@ -264,8 +264,7 @@ class Controller:
             request.consumer_id,
             placed,
             now,
-            request,
-            assignment,
+            (request, assignment),
         )
         fleet.book(booked)
         return [fleet.to(booked.source, assignment), placed]
@@ -278,7 +277,7 @@ class Controller:
             _NotNow: No replica is there, or none that is large enough.
         """
         limits = self.limits
-        if self._fleet.ended is not None or (limits is None and not self._fleet.is_hopeful):
+        if limits is None and not self._fleet.is_hopeful:
             raise NoReplicaError(self._fleet.why_none())
         if limits is None or self._fleet.is_rebuilding:
             raise _NotNow(self._fleet.why_none())
@@ -287,11 +286,12 @@ class Controller:
         try:
             return admit(request, limits)
         except CapacityError:
-            if self._largest is not None and self._fleet.is_hopeful:
-                # Raises where the one that is being started again cannot hold it either.
-                admit(request, self._largest)
-                raise _NotNow(self._fleet.why_none()) from None
-            raise
+            if not self._fleet.is_hopeful:
+                raise
+            assert self._largest is not None, "one has registered"
+            # Raises where the one that is being started again cannot hold it either.
+            admit(request, self._largest)
+            raise _NotNow(self._fleet.why_none()) from None
 
     def _choose(self, request: Request, keys: tuple[BlockKey, ...]) -> ReplicaId:
         """Choose a replica, of those that there is no reason to spare.
@@ -346,9 +346,3 @@ class Controller:
         if self._fleet.ended is not None:
             return []
         return [*self._fleet.end(reason, now), TakeDown(reason)]
-
-
-def _with_deadline(request: Request, deadline_s: float | None) -> Request:
-    if request.deadline_s == deadline_s:
-        return request
-    return dataclasses.replace(request, deadline_s=deadline_s)

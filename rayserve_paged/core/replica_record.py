@@ -27,8 +27,8 @@ class Booked:
         consumer_id: Who reads it.
         placed: Where it is.
         placed_at: Since when, in seconds.
-        submitted: As its consumer submitted it; None where it was learned from an inventory.
-        assignment: As it was assigned; None likewise.
+        given: As its consumer submitted it, and as it was assigned; None where it was learned from
+            an inventory.
     """
 
     request_id: RequestId
@@ -36,8 +36,7 @@ class Booked:
     consumer_id: ConsumerId
     placed: Placed
     placed_at: float
-    submitted: Request | None = None
-    assignment: AssignRequest | None = None
+    given: tuple[Request, AssignRequest] | None = None
 
     @property
     def source(self) -> tuple[ReplicaId, Incarnation]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from replica_driver import make_limits, make_report, make_scope, prompt_keys
 
-from rayserve_paged.core.controller import Controller
+from rayserve_paged.core.controller import RETRY_S, Controller
 from rayserve_paged.core.controller_messages import (
     ControllerCommand,
     LoseReplica,
@@ -15,6 +15,7 @@ from rayserve_paged.core.controller_messages import (
     SendToReplica,
     SubmitRequest,
 )
+from rayserve_paged.core.errors import NoReplicaError
 from rayserve_paged.core.ids import Attempt, BlockKey, Incarnation, ReplicaId, Term
 from rayserve_paged.core.replica_messages import (
     AskInventory,
@@ -129,9 +130,20 @@ def placement(commands: Sequence[ControllerCommand]) -> str:
 
 
 def refusal(commands: Sequence[ControllerCommand]) -> Exception:
+    """Why a request is refused for good."""
     (rejected,) = commands
     assert isinstance(rejected, Rejected)
+    assert rejected.retry_after_s is None
     return rejected.error
+
+
+def postponement(commands: Sequence[ControllerCommand]) -> str:
+    """Why a request is to be submitted again."""
+    (rejected,) = commands
+    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected.error, NoReplicaError)
+    assert rejected.retry_after_s == RETRY_S
+    return str(rejected.error)
 
 
 def to_replica(
@@ -145,7 +157,7 @@ def to_replica(
 
 def asks(commands: Sequence[ControllerCommand]) -> list[tuple[str, int, bool]]:
     """Who is asked what there is, in which life, and whether for keys; all commands are that."""
-    found = []
+    found: list[tuple[str, int, bool]] = []
     for command in commands:
         assert isinstance(command, SendToReplica)
         ask = command.event.event

@@ -5,8 +5,10 @@ from controller_driver import (
     R0,
     R1,
     SCOPE,
+    lost,
     make_controller,
     placement,
+    postponement,
     refusal,
     register,
     report,
@@ -15,6 +17,7 @@ from controller_driver import (
 )
 from replica_driver import make_request, prompt_keys
 
+from rayserve_paged.core.config import RecoveryConfig
 from rayserve_paged.core.controller_messages import (
     EndDeployment,
     LoseReplica,
@@ -26,7 +29,12 @@ from rayserve_paged.core.controller_messages import (
     TakeDown,
     WithdrawRequest,
 )
-from rayserve_paged.core.errors import CapacityError, InvalidInputError, NoReplicaError
+from rayserve_paged.core.errors import (
+    CapacityError,
+    DuplicateRequestError,
+    InvalidInputError,
+    NoReplicaError,
+)
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, RequestId
 from rayserve_paged.core.replica_messages import (
     AssignRequest,
@@ -95,6 +103,34 @@ def test_what_no_replica_can_hold_is_refused_with_the_numbers() -> None:
     assert controller.num_requests(R0) == 0
 
 
+def test_what_a_replica_that_is_started_again_can_hold_waits_for_it() -> None:
+    large, small = make_request([1] * 60, 2), make_request([1] * 56, 2, request_id="q1")
+    controller = make_controller(recovery=RecoveryConfig())
+    less = dataclasses.replace(LIMITS, num_blocks=15)
+    for name, life, limits in [(R1, 0, less), (R0, 0, LIMITS)]:
+        assert controller.handle(register(name, life, limits), 0.0) == []
+    controller.handle(lost(R0), 0.0)
+    controller.handle(register(R1, 1, less), 0.0)
+    assert postponement(submit(controller, large)) == (
+        "no replica can take the request: "
+        "r0 is lost: a rank is silent (it is being started again); "
+        "r1 is lost: replaced by a restart"
+    )
+    assert placement(submit(controller, small)) == "r1"
+    error = refusal(submit(controller, make_request([1] * 60, 6)))
+    assert isinstance(error, CapacityError)
+    assert (error.num_blocks_needed, error.num_blocks) == (17, 16)
+
+
+def test_what_only_a_replica_that_stays_lost_could_hold_is_refused() -> None:
+    controller = make_controller(R0)
+    controller.handle(register(R1, limits=dataclasses.replace(LIMITS, num_blocks=15)), 0.0)
+    controller.handle(lost(R0), 0.0)
+    error = refusal(submit(controller, make_request([1] * 60, 2)))
+    assert isinstance(error, CapacityError)
+    assert (error.num_blocks_needed, error.num_blocks) == (16, 15)
+
+
 def test_a_request_without_a_seed_is_refused() -> None:
     error = refusal(submit(make_controller(R0), make_request([1], seed=None)))
     assert isinstance(error, InvalidInputError)
@@ -119,6 +155,44 @@ def test_a_submission_that_comes_twice_is_placed_once() -> None:
     # Its assignment may have been lost as well as the answer.
     assert submit(controller, request) == first
     assert controller.num_requests(R0) == 1
+
+
+def test_a_submission_that_comes_again_is_given_the_time_that_is_left() -> None:
+    controller = make_controller(R0)
+    request = dataclasses.replace(make_request([1]), deadline_s=10.0)
+    _assigned, placed = submit(controller, request)
+    again = dataclasses.replace(request, deadline_s=6.0)
+    assignment = AssignRequest(again, prompt_keys(request, SCOPE))
+    assert submit(controller, again) == [to_replica(R0, assignment), placed]
+
+
+def test_another_request_under_a_name_in_use_is_refused() -> None:
+    controller = make_controller(R0)
+    request = make_request([1], attempt=1)
+    submit(controller, request)
+    others = [
+        dataclasses.replace(request, priority=3),
+        dataclasses.replace(request, consumer_id=ConsumerId("another")),
+        dataclasses.replace(request, attempt=Attempt(0)),
+        dataclasses.replace(request, attempt=Attempt(2), consumer_id=ConsumerId("another")),
+    ]
+    for other in others:
+        error = refusal(submit(controller, other))
+        assert isinstance(error, DuplicateRequestError)
+    assert controller.fleet.booked[request.request_id].attempt == 1
+
+
+def test_the_next_attempt_of_a_request_takes_the_place_of_the_one_before() -> None:
+    controller = make_controller(R0)
+    request = make_request([1])
+    submit(controller, request)
+    later = dataclasses.replace(request, attempt=Attempt(1))
+    assert submit(controller, later) == [
+        to_replica(R0, CancelRequest(request.request_id, request.attempt)),
+        to_replica(R0, AssignRequest(later, prompt_keys(later, SCOPE))),
+        Placed(request.request_id, Attempt(1), R0, Incarnation(0), 4),
+    ]
+    assert (controller.num_requests(R0), controller.num_pending_tokens(R0)) == (1, 1 + 4)
 
 
 def test_a_withdrawal_goes_to_the_replica_and_the_books_wait_for_its_report() -> None:
@@ -252,6 +326,17 @@ def test_a_deployment_ends_when_its_owner_stops_renewing() -> None:
     assert "has not renewed the lease for 30 s" in commands[-1].reason
     assert any(isinstance(command, StopReplica) for command in commands)
     assert controller.handle(Tick(), 999.0) == []
+
+
+def test_the_next_tick_is_no_later_than_the_end_of_the_lease() -> None:
+    controller = make_controller(R0, lease_s=30.0)
+    assert controller.next_tick == float("-inf"), "the lease begins with the first tick"
+    controller.handle(Tick(), 100.0)
+    assert controller.next_tick == 130.0
+    controller.handle(RenewLease(), 110.0)
+    assert controller.next_tick == 140.0
+    submit(controller, make_request([1]))
+    assert controller.next_tick == 101.0
 
 
 def test_a_deployment_without_a_lease_lives_on() -> None:

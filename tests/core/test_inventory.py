@@ -9,7 +9,7 @@ from controller_driver import (
     make_controller,
     number_of,
     placement,
-    refusal,
+    postponement,
     register,
     report,
     serve,
@@ -22,7 +22,6 @@ from replica_driver import make_request, prompt_keys
 
 from rayserve_paged.core.book_invariants import check_books
 from rayserve_paged.core.controller import Controller
-from rayserve_paged.core.errors import NoReplicaError
 from rayserve_paged.core.ids import Attempt, Incarnation
 from rayserve_paged.core.replica_messages import CancelRequest, ServedRequest
 from rayserve_paged.core.replica_record import ReplicaRecord, ReportOrder
@@ -137,7 +136,7 @@ def test_a_suspect_that_is_listed_with_a_token_is_not_on_trial_any_more() -> Non
     first, second = (with_attempt(one, 1, num_deaths=1) for one in (ONE, TWO))
     submit(controller, first)
     answer(controller, None, serve(first, attempt=1, on_trial=True))
-    assert isinstance(refusal(submit(controller, second)), NoReplicaError)
+    assert "its turn to be tried" in postponement(submit(controller, second))
     answer(controller, None, serve(first, attempt=1))
     assert placement(submit(controller, second)) == "r0"
 
@@ -228,7 +227,7 @@ def test_a_replica_that_has_lost_reports_is_asked_though_it_has_no_requests() ->
     told = register(R0, inventory=inventory(keys=None, num_reports=1))
     controller.handle(told, 0.0)
     assert asks(tick(controller, 0.0)) == [("r0", 0, True)]
-    assert controller.next_tick == 1.0
+    assert [controller.next_tick] == [1.0]
     controller.handle(report(R0), 0.5)
     controller.handle(told, 0.5)
     assert (tick(controller, 2.0), controller.next_tick) == ([], None)

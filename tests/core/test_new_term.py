@@ -9,6 +9,7 @@ from controller_driver import (
     lost,
     make_controller,
     placement,
+    postponement,
     refusal,
     register,
     report,
@@ -28,7 +29,6 @@ from rayserve_paged.core.controller_messages import (
     EndDeployment,
     FoundReplica,
     Placed,
-    Rejected,
     StartReplica,
     StopReplica,
     WithdrawRequest,
@@ -61,11 +61,9 @@ def test_it_places_nothing_before_all_replicas_have_come_back() -> None:
     assert controller.why_none == "the controller was started anew, and waits for r0, r1"
     controller.handle(register(R0, inventory=inventory()), 0.0)
     assert controller.why_none == "the controller was started anew, and waits for r1"
-    (rejected,) = submit(controller, request)
-    assert isinstance(rejected, Rejected)
-    assert isinstance(rejected.error, NoReplicaError)
-    assert str(rejected.error).endswith("the controller was started anew, and waits for r1")
-    assert rejected.retry_after_s == 0.25
+    assert postponement(submit(controller, request)) == (
+        "no replica can take the request: the controller was started anew, and waits for r1"
+    )
     controller.handle(register(R1, inventory=inventory()), 0.0)
     assert not controller.is_rebuilding
     assert placement(submit(controller, request)) == "r0"
@@ -171,7 +169,7 @@ def test_a_life_that_was_found_and_is_lost_is_not_waited_for() -> None:
     controller = make_new_term(R0)
     find(controller, R0, 2)
     assert controller.handle(lost(R0, life=1), 1.0) == []
-    assert controller.is_rebuilding
+    assert controller.why_none.endswith("waits for r0")
     stop = StopReplica(R0, Incarnation(2), "a rank is silent")
     assert controller.handle(lost(R0, life=2), 1.0) == [stop]
     assert not controller.is_rebuilding
@@ -230,7 +228,7 @@ def test_a_trial_is_taken_over_with_its_request() -> None:
         with_attempt(make_request([i], request_id=f"x{i}"), 1, num_deaths=1) for i in range(2)
     )
     assert placement(submit(controller, second)) == "r1"
-    assert isinstance(refusal(submit(controller, third)), NoReplicaError)
+    assert "its turn to be tried" in postponement(submit(controller, third))
     # It is not on trial any more.
     later = inventory(serve(first, attempt=2), num_reports=0)
     controller.handle(register(R0, life=3, inventory=later), 0.0)
@@ -244,7 +242,7 @@ def test_of_two_suspects_that_a_replica_serves_the_trial_is_that_of_the_first() 
     controller.handle(register(R0, inventory=inventory(*served)), 0.0)
     next_one = with_attempt(make_request([5], request_id="x"), 1, num_deaths=1)
     controller.handle(report(R0, with_attempt(suspects[1], 0)), 0.0)
-    assert isinstance(refusal(submit(controller, next_one)), NoReplicaError)
+    assert "its turn to be tried" in postponement(submit(controller, next_one))
     controller.handle(report(R0, with_attempt(suspects[0], 0), sequence=1), 0.0)
     assert placement(submit(controller, next_one)) == "r0"
 

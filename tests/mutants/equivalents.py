@@ -60,6 +60,16 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent("directory._slots:half", "-bits.bit_length() // 8", "more bytes, and all of them 0"),
     Equivalent("directory._slots:other-end", "0", "a tuple of one"),
     Equivalent(
+        "controller.Controller._register:edge",
+        "live.num_usable_slots > known.num_usable_slots",
+        "of two kinds of replicas that hold as much either will do",
+    ),
+    Equivalent(
+        "controller.Controller._place:always",
+        "self._memo is None",
+        "without its memory each prompt is hashed anew, which takes longer",
+    ),
+    Equivalent(
         "fleet.Fleet.report:edge",
         "live.incarnation > incarnation",
         "of a life that is another one, which is the case here",
