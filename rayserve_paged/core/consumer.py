@@ -121,19 +121,14 @@ class Consumer:
             return []
         # Its submission may be on its way all the same.
         self._unsent.append(WithdrawRequest(request_id, known.attempt, sibling))
-        updates = self._end_cancelled(known)
-        self._schedule(known)
-        return updates
+        return self._end_cancelled(known)
 
     def placed(self, placed: Placed, now: float) -> list[StreamUpdate]:
         """Take in where a request is served; it may have been lost on the way."""
         source = (placed.replica_id, placed.incarnation)
         known = self._open.get(placed.request_id)
         if known is None or known.attempt != placed.attempt:
-            if known is None or known.attempt > placed.attempt:
-                self._unsent.append(
-                    WithdrawRequest(placed.request_id, placed.attempt, None, source)
-                )
+            self._unsent.append(WithdrawRequest(placed.request_id, placed.attempt, None, source))
             return []
         if known.is_pinned and known.source != source:
             return []  # If it is there as well, it is told so as soon as it delivers.
@@ -204,14 +199,13 @@ class Consumer:
             if known.submit_at <= now:
                 messages.append(known.submit(now, self._recovery.resubmit_s))
             if known.withdraw_at <= now:
-                messages += self._withdrawals(known)
-                known.withdraw_at = now + WITHDRAW_AGAIN_S
+                withdrawals = self._withdrawals(known)
+                messages += withdrawals
+                known.withdraw_at = now + WITHDRAW_AGAIN_S if withdrawals else float("inf")
             self._schedule(known)
         return Outgoing(messages, updates)
 
     def _schedule(self, known: OpenRequest) -> None:
-        if known.opened.request_id not in self._open:
-            return
         due = min(known.submit_at, known.withdraw_at)
         if known.deadline_at is not None:
             slack_s = 0.0 if known.source is None else DEADLINE_SLACK_S
@@ -281,9 +275,14 @@ class Consumer:
             return []
         self._polls.answer(source, delivery.sequence, now, poll_id)
         updates: list[StreamUpdate] = []
+        given_up: dict[OpenRequest, None] = {}
         find = functools.partial(self._find, source)
         for news in take_in(delivery, self._open, find):
-            self._accept(news, delivery.replica_id, now, updates)
+            if self._accept(news, delivery.replica_id, updates):
+                given_up[news.known] = None
+        # With what has come of their other samples as well.
+        for known in given_up:
+            updates += self._lose_attempt(known, None, now)
         if delivery.fenced is not None:
             updates += self.lose([ReplicaLost(*source, delivery.fenced, ())], now)
         return updates
@@ -312,13 +311,11 @@ class Consumer:
         self._schedule(known)
         return True
 
-    def _accept(
-        self, news: News, replica_id: ReplicaId, now: float, updates: list[StreamUpdate]
-    ) -> None:
-        """Add what is to be handed out of one stream."""
+    def _accept(self, news: News, replica_id: ReplicaId, updates: list[StreamUpdate]) -> bool:
+        """Add what is to be handed out of one stream; return whether the replica gave it up,
+        and with it this consumer, which is there after all.
+        """
         name, known = news.name, news.known
-        if known.attempt != name.attempt:
-            return  # Lost with another sample of this delivery.
         finish = news.finish
         given_up = finish is FinishReason.CANCELLED and name.sibling not in known.cancelled
         if given_up:
@@ -343,9 +340,7 @@ class Consumer:
             del known.streams[name.sibling]
             if not known.streams:
                 self._close(known)
-        elif given_up:
-            # The replica gave up on this consumer, which is there after all.
-            updates += self._lose_attempt(known, None, now)
+        return given_up
 
     # --- loss -----------------------------------------------------------------------------
 

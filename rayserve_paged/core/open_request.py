@@ -111,7 +111,7 @@ class OpenRequest:
         self.was_submitted = False
         self.unplaced_since: float | None = now
         self.why_unplaced = "its submission was not answered"
-        self.withdraw_at = now if self.cancelled else _NEVER
+        self.withdraw_at = _NEVER
 
     @property
     def is_cancelled(self) -> bool:
@@ -169,9 +169,9 @@ class OpenRequest:
             self.deaths = (*self.deaths, reason)
             self.num_trial_deaths += self.on_trial
         params = self.opened.params
-        if self.max_tokens is not None and self.max_tokens != params.max_tokens:
+        if self.max_tokens is not None:
             params = dataclasses.replace(params, max_tokens=self.max_tokens)
-        if self.has_tokens and params.prompt_logprobs is not None:
+        if self.has_tokens:
             # They came with the first of them.
             params = dataclasses.replace(params, prompt_logprobs=None)
         self.current = dataclasses.replace(
