@@ -172,6 +172,24 @@ def test_the_end_of_one_attempt_and_the_begin_of_the_next_are_kept_apart() -> No
     ]
 
 
+def test_whoever_polls_a_fenced_replica_is_told_what_it_is_owed_and_the_reason() -> None:
+    outbox = make_outbox()
+    put(outbox, 0, 7)
+    outbox.poll(PollTokens(ANN, 1, 0), 0.0)
+    outbox.poll(PollTokens(ANN, 2, 1), 0.0)
+    outbox.poll(PollTokens(BOB, 1, 0), 0.0)
+    put(outbox, 1, 8)
+    outbox.fence("step 3 failed")
+    ann, bob = outbox.flush(0.0)
+    assert (tokens([ann]), ann.delivery.fenced) == ([(1, (8,))], "step 3 failed")
+    assert (bob.delivery.items, bob.delivery.fenced) == ((), "step 3 failed")
+    assert outbox.flush(0.0) == []
+    # At once, though there is nothing more to say.
+    (again,) = outbox.poll(PollTokens(ANN, 3, ann.delivery.sequence), 0.0)
+    assert (again.poll_id, again.delivery.items) == (3, ())
+    assert again.delivery.fenced == "step 3 failed"
+
+
 # --- leases -----------------------------------------------------------------------------------
 
 
