@@ -178,12 +178,13 @@ class Replica:
 
         A shell on a virtual clock ticks then; one on a real clock may as well tick regularly.
         """
-        due = [] if self._outbox.next_tick is None else [self._outbox.next_tick]
-        if self.fenced is None and (report_due := self._reports.next_due) is not None:
-            due.append(report_due)
-        if (request_id := self._deadlines.first()) is not None:
-            due.append(self._deadlines.key(request_id)[0])
-        return min(due, default=None)
+        request_id = self._deadlines.first()
+        due = (
+            self._outbox.next_tick,
+            self._reports.next_due if self.fenced is None else None,
+            None if request_id is None else self._deadlines.key(request_id)[0],
+        )
+        return min((at for at in due if at is not None), default=None)
 
     def _siblings(self, request_id: RequestId) -> tuple[SequenceState, ...]:
         return tuple(self._sequences.get(request_id, {}).values())

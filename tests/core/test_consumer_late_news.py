@@ -164,6 +164,17 @@ def test_a_cancel_follows_its_request_to_where_it_is_placed_later() -> None:
     assert consumer.tick(0.25).messages == [withdrawal(name=R1)]
 
 
+def test_a_submission_that_is_due_repeats_no_cancel() -> None:
+    consumer = make_consumer()
+    submissions(consumer)
+    place(consumer)
+    consumer.cancel(Q, None, 1.5)
+    assert consumer.tick(1.5).messages == [withdrawal()]
+    (again,) = consumer.tick(2.0).messages
+    assert isinstance(again, SubmitRequest)
+    assert consumer.tick(2.5).messages == [withdrawal()]
+
+
 def test_samples_that_had_ended_before_the_placement_are_withdrawn_there_once() -> None:
     consumer = make_consumer(n=2)
     submissions(consumer)

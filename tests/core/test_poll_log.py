@@ -23,11 +23,11 @@ def test_an_answer_to_an_older_poll_leaves_the_latest_unanswered() -> None:
     polls = make_log()
     polls.poll(SOURCE, 0.0)
     polls.poll(OTHER, 0.0)
-    polls.poll(SOURCE, 3.0)
+    polls.poll(SOURCE, 3.5)
     polls.answer(SOURCE, 1, 4.0, 1)
-    assert polls.overdue(5.0) == [OTHER]
-    assert polls.overdue(6.0) == [SOURCE, OTHER]
-    polls.answer(SOURCE, 2, 6.0, 3)
+    assert polls.overdue(6.4) == [OTHER]
+    assert polls.overdue(6.5) == [SOURCE, OTHER]
+    polls.answer(SOURCE, 2, 6.5, 3)
     assert polls.overdue(99.0) == [OTHER]
     polls.answer(SOURCE, 2, 7.0, 3)
     assert (polls.overdue(99.0), polls.poll(SOURCE, 99.0)) == ([OTHER], (2, ()))

@@ -17,6 +17,7 @@ from rayserve_paged.core.replica_messages import (
     RegisterReplica,
     ReplicaCommand,
     ReplicaReport,
+    ResetCache,
     ServedRequest,
     Tick,
 )
@@ -62,7 +63,7 @@ def served(driver: ReplicaDriver) -> list[tuple[str, int]]:
 def test_what_an_older_term_says_is_refused(driver: ReplicaDriver) -> None:
     first, second = (make_request([i], 9, request_id=f"q{i}") for i in range(2))
     say(driver, 2, assignment(driver, first))
-    events = (
+    events: tuple[Event, ...] = (
         assignment(driver, second),
         CancelRequest(first.request_id, first.attempt),
         FenceReplica("lost"),
@@ -205,9 +206,11 @@ def test_the_end_of_a_trial_is_reported_at_once(driver: ReplicaDriver) -> None:
 
 
 def test_a_fenced_replica_has_no_further_report_due(driver: ReplicaDriver) -> None:
+    assert driver.replica.next_tick is None
     driver.submit(make_request(range(9), 30))
     driver.step()
     driver.send(FenceReplica("lost"))
+    driver.send(ResetCache())  # Keys go, and nobody is to be told.
     lease_ends = driver.replica.next_tick
     driver.tick(1.0)
     assert (lease_ends, len(driver.reports)) == (10.0, 2)

@@ -59,6 +59,44 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent("directory._slots:off-by-one", "bits - 1", "likewise"),
     Equivalent("directory._slots:half", "-bits.bit_length() // 8", "more bytes, and all of them 0"),
     Equivalent("directory._slots:other-end", "0", "a tuple of one"),
+    Equivalent("consumer.Consumer.*tick:other-end", "0", "the key is a tuple of one"),
+    Equivalent("replica.Replica.next_tick:other-end", "0", "likewise"),
+    Equivalent(
+        "consumer.Consumer._schedule:twice",
+        "self._due.put(known.opened.request_id, (due,))",
+        "the second takes the place of the first",
+    ),
+    Equivalent(
+        "consumer.Consumer._is_from:ignored-case",
+        "known.is_pinned",
+        "what is pinned to its source is pinned there again, which takes longer",
+    ),
+    Equivalent(
+        "stream_intake.News.extend:one-way",
+        "token_ids[have:] if have else token_ids",
+        "a copy of all of them is the same",
+    ),
+    Equivalent(
+        "stream_intake._take_run:twice",
+        "news.extend(index, token_ids)",
+        "what has come is not taken in again, and a gap is found again",
+    ),
+    Equivalent(
+        "stream_intake._take_run:ignored-case",
+        "known is not None and known.is_pinned and known.attempt == name.attempt",
+        "the long way comes to the same",
+    ),
+    Equivalent(
+        "stream_intake._take_run:ignored-case",
+        "stream is not None and stream.news is None and known.source == source",
+        "likewise",
+    ),
+    Equivalent("stream_intake._take_run:ignored-case", "len(accepted) == index", "likewise"),
+    Equivalent(
+        "replica_reports.ReportLog.finish:forget-to-free",
+        "self._prefilling.discard(request.request_id)",
+        "only requests that have not ended are looked up, and one that begins anew is put there",
+    ),
     Equivalent(
         "controller.Controller._register:edge",
         "live.num_usable_slots > known.num_usable_slots",
