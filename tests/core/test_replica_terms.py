@@ -108,7 +108,11 @@ def test_a_question_is_answered_once_though_it_is_the_first_message_of_a_term(
 
 def test_a_fenced_replica_answers_with_its_end(driver: ReplicaDriver) -> None:
     driver.send(FenceReplica("a rank is gone"))
-    for term, event in [(0, AskInventory(1, with_keys=True)), (1, FenceReplica("again"))]:
+    questions: list[tuple[int, Event]] = [
+        (0, AskInventory(1, with_keys=True)),
+        (1, FenceReplica("again")),
+    ]
+    for term, event in questions:
         (report,) = say(driver, term, event)
         assert isinstance(report, ReplicaReport)
         assert report.fenced == "a rank is gone"
@@ -206,7 +210,7 @@ def test_the_end_of_a_trial_is_reported_at_once(driver: ReplicaDriver) -> None:
 
 
 def test_a_fenced_replica_has_no_further_report_due(driver: ReplicaDriver) -> None:
-    assert driver.replica.next_tick is None
+    assert [driver.replica.next_tick] == [None]
     driver.submit(make_request(range(9), 30))
     driver.step()
     driver.send(FenceReplica("lost"))
