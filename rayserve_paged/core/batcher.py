@@ -265,14 +265,15 @@ class Batcher:
         return committed
 
     def abandon(self) -> None:
-        """Give up the steps in flight and every sequence; the executor is gone."""
+        """Give up the steps in flight, of which nothing more is heard; all sequences have ended.
+
+        Raises:
+            AssertionError: A sequence has not.
+        """
+        assert not self.num_running + self.num_waiting, "sequences have not ended"
         while self._batch.flights:
             self.kv.pool.release_each(self._batch.flights.popleft().held)
-        for sequence in self.running:
-            self._batch.retire(sequence, discard=True)
         self._batch.free_retired()
-        for sequence in self.waiting:
-            self.end(sequence, FinishReason.ERROR)
 
     # --- starting -------------------------------------------------------------------------
 

@@ -176,8 +176,7 @@ class BlockPool:
     def _evict(self, num_blocks: int) -> list[BlockId]:
         num_frozen = min(num_blocks, len(self._frozen))
         evicted = [self._frozen.popitem(last=False)[0] for _ in range(num_frozen)]
-        if num_blocks > num_frozen:
-            evicted += self._cached.evict(num_blocks - num_frozen)
+        evicted += self._cached.evict(num_blocks - num_frozen)
         kept = self._kept
         for block_id in evicted:
             kept[block_id] = 0

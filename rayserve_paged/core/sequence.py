@@ -218,9 +218,9 @@ class SequenceState:
             block_size = self.table.block_size
             start = len(self.keys) * block_size
             parent = self.keys[-1] if self.keys else self.root
-            # The prompt's last block, which outputs may fill, can hold attached content.
-            attachments = self.request.attachments if start < self.num_prompt else ()
             tokens = self.tokens[start : (block_index + 1) * block_size]
+            # The prompt's last block, which outputs may fill, can hold attached content.
+            attachments = self.request.attachments
             if attachments or len(tokens) > block_size:
                 self.keys += extend_chain(parent, tokens, block_size, attachments, start)
             else:

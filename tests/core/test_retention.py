@@ -1,6 +1,7 @@
 """What a request may ask for, and what that means for each of its blocks."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -102,6 +103,30 @@ def test_of_two_wishes_the_higher_one_counts_at_each_time(
     a: Steps, b: Steps, expected: Steps
 ) -> None:
     assert highest(a, b) == highest(b, a) == expected
+
+
+@given(
+    block_size=st.integers(1, 8),
+    asked=st.lists(
+        st.tuples(
+            st.integers(1, 4), st.sampled_from([0, 20, 35, 50, 80]), st.sampled_from([None, 1, 2])
+        ),
+        max_size=6,
+    ),
+)
+def test_what_a_block_wants_below_the_default_is_one_step_and_all_it_wants(
+    block_size: int, asked: list[tuple[int, int, int | None]]
+) -> None:
+    starts = list(itertools.accumulate((each[0] for each in asked), initial=0))
+    ranges = tuple(
+        RetentionRange(start, start + num_tokens, priority, duration_s)
+        for start, (num_tokens, priority, duration_s) in zip(starts, asked, strict=False)
+    )
+    plan = RetentionPlan(ranges, block_size)
+    for place in range(starts[-1] // block_size + 1):
+        priorities = [priority for _until, priority in plan.at(place)]
+        assert priorities == sorted(priorities, reverse=True)
+        assert len(priorities) == 1 or all(priority > 35 for priority in priorities)
 
 
 @st.composite

@@ -42,6 +42,16 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "of a block that is not kept there is nothing to forget",
     ),
     Equivalent(
+        "block_retention.BlockRetention.seal:other-end",
+        "if steps and steps[0][1] < DEFAULT_PRIORITY:",
+        "what is below the default at first is so in one step, and else no step is",
+    ),
+    Equivalent(
+        "block_retention.BlockRetention.seal:other-end",
+        "self._set(block_id, ((math.inf, steps[0][1]),))",
+        "likewise",
+    ),
+    Equivalent(
         "directory.Directory.update:ignored-case",
         "holders.keys().isdisjoint(fresh)",
         "keys that nobody holds are entered one by one as well, which takes longer",
@@ -148,10 +158,11 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "all that compute a block seal it, and any of them can be waited for",
     ),
     Equivalent(
-        "sequence.SequenceState.key:edge",
-        "start < self.num_prompt",
-        "no attached content reaches into a block that begins behind the prompt",
+        "sequence.SequenceState.key:always",
+        "attachments or len(tokens) > block_size",
+        "one block without content is a chain as well, which takes longer",
     ),
+    Equivalent("sequence.SequenceState.key:edge", "len(tokens) > block_size", "likewise"),
     Equivalent(
         "running_batch.RunningBatch._stop:forget-to-free",
         "self.unannounced.discard(row)",
