@@ -130,6 +130,15 @@ def test_attachments_that_overlap_or_lie_outside_the_prompt_are_refused(
     assert (refused.value.field, refused.value.value) == (field, value)
 
 
+def test_whoever_places_content_outside_the_prompt_is_told_where_it_ends() -> None:
+    behind = make_request(range(8), attachments=(Attachment(DIGEST, 8, 1),))
+    with pytest.raises(InvalidInputError, match="expected at most 7, a token of the prompt"):
+        admit(behind, LIMITS)
+    too_long = make_request(range(8), attachments=(Attachment(DIGEST, 5, 4),))
+    with pytest.raises(InvalidInputError, match="expected at most 3, up to the end of the prompt"):
+        admit(too_long, LIMITS)
+
+
 def test_attachments_that_fill_the_prompt_are_taken() -> None:
     attachments = (Attachment(DIGEST, 0, 5), Attachment(DIGEST, 5, 3))
     request = make_request(range(8), attachments=attachments)

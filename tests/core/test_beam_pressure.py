@@ -9,12 +9,12 @@ from beam_checks import ENDINGS, check_streams
 from beam_oracle import toy_beams
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replica_driver import ReplicaDriver, make_limits, make_request
+from replica_driver import ReplicaDriver, make_limits, make_request, make_scope, prompt_keys
 
 from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.request import FinishReason
-from rayserve_paged.core.sequence import Phase
+from rayserve_paged.core.sequence import Phase, begin
 
 
 @pytest.mark.parametrize("budget", [64, 5, 3, 1])
@@ -116,6 +116,86 @@ def preempt_and_lose(run: BatcherDriver, search: BeamGroup) -> None:
 
 def _num_common(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_common", "num_blocks"),
+    [
+        # 8 tokens of which all but the last are shared: one of two blocks each is their own.
+        (1, [7, 7, 7], 3 * (2 - 1)),
+        (2, [8, 7, 7], (3 - 2) + 2 * (3 - 1)),
+        (4, [10, 10, 10], 3 * (3 - 2)),
+        (5, [11, 11, 11], 3 * (3 - 2)),
+        (6, [11, 12, 11], (4 - 2) + (4 - 3) + (4 - 2)),
+        (7, [13, 11, 13], (4 - 3) + (4 - 2) + (4 - 3)),
+    ],
+)
+def test_the_blocks_that_beams_need_to_enter_are_those_that_they_then_take(
+    num_steps: int, num_common: list[int], num_blocks: int
+) -> None:
+    limits = make_limits(num_blocks=64, vocab_size=31)
+    run = BatcherDriver(make_request(range(2, 9), 20, n=4, beam_width=4), limits)
+    search = run.first.beam
+    assert search is not None
+    for _ in range(num_steps):
+        run.step()
+    preempt_and_lose(run, search)
+    assert [entry.num_common for entry in search.entries] == num_common
+    assert search.num_blocks_to_enter == num_blocks
+    num_known, num_held = search.first.num_known, 0
+    while search.first.num_known == num_known:
+        plan = run.batcher.plan_step()
+        assert plan is not None
+        run.plans.append(plan)
+        num_held = run.pool.num_held
+        run.finish_oldest()
+    assert num_held == -(-num_known // 4) + num_blocks
+    assert search.num_blocks_to_enter == 0
+
+
+@pytest.mark.parametrize("num_spare", [0, 1])
+def test_nobody_starts_on_the_blocks_of_beams_that_are_yet_to_enter(num_spare: int) -> None:
+    # Of 13 tokens the first beam needs 4 blocks, and the two others 2 and 1 of their own.
+    num_blocks = 4 + 3
+    # Another one needs 2, and leaves one for each of the three.
+    num_blocks += 2 + 3 - 1 + num_spare
+    limits = make_limits(num_blocks, vocab_size=31)
+    run = BatcherDriver(make_request(range(2, 9), 20, n=3, beam_width=3), limits)
+    search = run.first.beam
+    assert search is not None
+    for _ in range(6):
+        run.step()
+    preempt_and_lose(run, search)
+    assert (search.first.num_known, search.num_blocks_to_enter) == (13, 3)
+    request = make_request([30] * 5, 4, request_id="other")
+    scope = make_scope()
+    (other,) = begin(request, prompt_keys(request, scope), scope.root(), 1, limits)
+    run.batcher.add(other)
+    assert run.batcher.plan_step() is not None
+    assert search.first.phase is Phase.RUNNING
+    assert other.phase is (Phase.RUNNING if num_spare else Phase.WAITING)
+
+
+def test_all_beams_of_a_search_whose_turn_came_by_age_are_as_urgent_as_whom_it_was_put_before() -> (
+    None
+):
+    driver = ReplicaDriver(
+        make_limits(num_blocks=13, vocab_size=31), max_num_seqs=4, oldest_every=1
+    )
+    search = make_request(range(6), 9, n=2, beam_width=4, priority=1)
+    urgent = make_request([9, 8], 6, request_id="urgent", temperature=1.0, n=2)
+    driver.submit(search)
+    for _ in range(4):
+        driver.step()
+    assert [sequence.priority for sequence in driver.replica.batcher.running] == [1] * 4
+    driver.submit(urgent)
+    driver.step()
+    assert driver.sequence(urgent).phase is Phase.WAITING
+    driver.step()
+    assert [sequence.priority for sequence in driver.replica.batcher.running] == [0] * 4
+    driver.run()
+    check_streams(driver, search, urgent)
+    assert driver.replica.batcher.num_preemptions == 1
 
 
 def test_what_the_cache_still_holds_of_each_beam_is_not_computed_again() -> None:

@@ -112,6 +112,19 @@ def test_a_branch_is_forgotten_before_what_it_branches_off() -> None:
     assert memo.num_bytes == left
 
 
+def test_a_branch_that_was_asked_for_again_is_still_forgotten_before_what_it_branches_off() -> None:
+    branch = [1] * 8 + [2] * 4
+    memo = ChainMemo(4, 2 * BYTES_PER_CHAIN + 4 * BYTES_PER_BLOCK)
+    for prompt in ([1] * 12, branch, branch):
+        memo.keys(ROOT, prompt)
+    # Both chains were walked. One must go for a block of another tenant, and it is the branch.
+    memo.keys(OTHER_ROOT, [3] * 4)
+    left = memo.num_bytes
+    assert left == 2 * BYTES_PER_CHAIN + 4 * BYTES_PER_BLOCK
+    memo.keys(ROOT, [1] * 12)
+    assert memo.num_bytes == left
+
+
 @pytest.mark.parametrize("offset", [0, 3, 4, 9, 19])
 def test_only_blocks_before_the_first_attachment_are_remembered(offset: int) -> None:
     memo = ChainMemo(4)

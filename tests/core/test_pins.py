@@ -6,6 +6,7 @@ import pytest
 from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
+from rayserve_paged.core.block_identity import RequestScope
 from rayserve_paged.core.block_pool import BlockState
 from rayserve_paged.core.errors import CapacityError, PinLimitError
 from rayserve_paged.core.ids import BlockId, PinId
@@ -73,6 +74,19 @@ def test_what_is_not_cached_is_not_pinned_and_only_full_blocks_are() -> None:
     # Nothing is no pin: the name is free for when there is something.
     driver.generate(make_request(range(50, 60), 1, request_id="q1"))
     assert pin(driver, OTHER, range(50, 60)).num_tokens == 8
+
+
+def test_a_pin_holds_the_blocks_of_its_own_tenant_alone() -> None:
+    driver = make_driver()
+    for tenant, name in (("a", "q0"), ("b", "q1")):
+        driver.generate(make_request(range(9), 1, tenant_salt=tenant, request_id=name))
+    assert pin(driver, SYSTEM, range(9)).num_tokens == 0
+    answer = driver.send(PinPrefix(OTHER, TokenIds.of(range(9)), RequestScope("b")))[0]
+    assert isinstance(answer, PinAnswered)
+    assert (answer.num_tokens, answer.refused) == (8, None)
+    keys = driver.keys(make_request(range(9), tenant_salt="b"))
+    held = driver.replica.pins.tables[OTHER].block_ids
+    assert held == [driver.replica.kv.index.block_of(key) for key in keys]
 
 
 def test_a_pin_is_held_once_however_often_it_is_asked_for_and_let_go_once() -> None:

@@ -65,6 +65,28 @@ def test_the_blocks_that_siblings_share_are_no_reason_to_preempt_one() -> None:
         assert (stream.token_ids, stream.finish) == oracle(group, limits, sibling)
 
 
+def test_when_nobody_has_a_window_any_more_nobody_waits_for_blocks_from_a_step_in_flight() -> None:
+    """Where somebody has a window, the steps in flight may let go of the blocks that are short."""
+    limits = make_limits(num_blocks=14)
+    driver = ReplicaDriver(limits, max_num_batched_tokens=5, pipeline_depth=2)
+    driver.generate(make_request([1, 2], 2, request_id="windowed", window=4))
+    # The five siblings take the whole budget, so that the long prompt is in no step any more.
+    prefill = make_request([40] * 30, 20, request_id="prefill", priority=1)
+    group = make_request([41], 20, request_id="group", n=5, temperature=1.0)
+    driver.submit(prefill)
+    driver.step()
+    driver.submit(group)
+    while driver.sequence_of(group, 0).num_known < 4:
+        assert (driver.replica.batcher.num_preemptions, len(driver.plans)) == (0, 2)
+        driver.step()
+    # Each sibling needs its second block, and there are three.
+    assert driver.sequence(prefill).phase is Phase.WAITING
+    assert (driver.replica.batcher.num_preemptions, len(driver.plans)) == (1, 2)
+    driver.run()
+    stream = driver.reader().stream(prefill, 0)
+    assert (stream.token_ids, stream.finish) == oracle(prefill, limits)
+
+
 def test_the_first_served_gives_way_to_nobody_who_is_not_more_urgent() -> None:
     driver = ReplicaDriver(make_limits(num_blocks=12), max_num_seqs=4)
     requests = [make_request([i] * 6, 30, request_id=f"q{i}") for i in range(4)]

@@ -10,7 +10,7 @@ from replica_driver import ReplicaDriver, make_limits, make_request
 from rayserve_paged.core.attention_window import FULL_ATTENTION, ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.errors import CapacityError, InvalidInputError
 from rayserve_paged.core.request import Request, admit
-from rayserve_paged.sim.fingerprint_rank import oracle
+from rayserve_paged.sim.fingerprint_rank import ScheduledRow, oracle
 
 
 def windowed(
@@ -56,6 +56,24 @@ def test_a_long_prompt_is_trimmed_between_its_chunks(pipeline_depth: int) -> Non
     chunks = [row.num_tokens for step in driver.rank.history for row in step if row.num_tokens > 1]
     # All 8 blocks at first; then 1 of sinks and 2 of the window are held, which leaves 5.
     assert chunks[:2] == [32, 20]
+
+
+def test_a_prompt_with_a_window_takes_what_blocks_there_are_but_one_for_each_that_runs() -> None:
+    driver = ReplicaDriver(make_limits(num_blocks=9), max_num_batched_tokens=256)
+    other = make_request([50] * 5, 20, request_id="other")
+    driver.submit(other)
+    request = windowed(range(60), 3, 8, sinks=4)
+    driver.submit(request)
+    driver.step()
+    # The other one has two blocks, and one of the seven is left to it.
+    assert driver.replica.kv.pool.num_available == 1
+    driver.step()
+    assert driver.rank.history[1] == [ScheduledRow(0, 5, 1, 1), ScheduledRow(1, 0, 4 * 6, 0)]
+    driver.run()
+    assert driver.replica.batcher.num_preemptions == 0
+    for each in (other, request):
+        stream = driver.reader().stream(each, 0)
+        assert (stream.token_ids, stream.finish) == oracle(each, driver.limits)
 
 
 def test_the_window_and_not_the_length_is_checked_at_the_door() -> None:
