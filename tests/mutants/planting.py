@@ -41,6 +41,18 @@ def plant(path: Path, program: str | ast.Module, only: str | None = None) -> Non
             found = True
     if not found:
         raise LookupError(f"{module.__name__} has no function {only}")
+    forget_results(path)
+
+
+def forget_results(path: Path) -> None:
+    """Let functions of a loaded module that remember their results run again when next called.
+
+    Args:
+        path: Of the module, relative to the package's parent.
+    """
+    for member in _members(loaded(path)):
+        if hasattr(member, "cache_clear"):
+            member.cache_clear()
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -53,12 +65,17 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    for member in _members(module):
+        for function in _within(member):
+            if function.__module__ == module.__name__:
+                yield function
+
+
+def _members(module: ModuleType) -> Iterator[object]:
+    """What a module and its classes consist of."""
     classes = [each for each in vars(module).values() if isinstance(each, type)]
     for owner in (module, *classes):
-        for member in list(vars(owner).values()):
-            for function in _within(member):
-                if function.__module__ == module.__name__:
-                    yield function
+        yield from list(vars(owner).values())
 
 
 def _within(member: object) -> Iterator[FunctionType]:
@@ -73,3 +90,5 @@ def _within(member: object) -> Iterator[FunctionType]:
         case property():
             for accessor in (member.fget, member.fset, member.fdel):
                 yield from _within(accessor)
+        case object(cache_clear=_, __wrapped__=remembered):
+            yield from _within(remembered)

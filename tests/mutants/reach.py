@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from faults import Fault
-from planting import loaded, plant
+from planting import forget_results, loaded, plant
 
 _LINES = "lines_that_were_run"
 
@@ -44,8 +44,9 @@ class Recorder:
 
     def record(self, run: Callable[[], None]) -> Reach:
         """Run a test."""
-        for seen in self._seen.values():
+        for path, seen in self._seen.items():
             seen.clear()
+            forget_results(path)
         start = time.process_time()
         run()
         seconds = time.process_time() - start

@@ -44,6 +44,11 @@ class Child(Parent):
         return cls()
 
 
+@functools.cache
+def half(number: int) -> int:
+    return number // 2
+
+
 def sign(number: int) -> int:
     if (
         number
@@ -71,12 +76,14 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
         ("level * 3", "level * 5", "Child().thrice", 10),
         ("cls()", "Parent()", "make().level", 1),
         ("return 1", "return 9", "sign(3)", 9),
+        ("number // 2", "number // 3", "half(12)", 4),
     ],
 )
 def test_whoever_has_a_function_runs_its_planted_code(
     sample: ModuleType, right: str, wrong: str, read: str, value: int
 ) -> None:
     names = {**vars(sample), "make": sample.Child.make}
+    assert eval(read, names) != value
     plant(PATH, SAMPLE.replace(right, wrong))
     assert eval(read, names) == value
 
@@ -116,6 +123,15 @@ def test_a_test_is_known_to_run_a_fault_by_the_statement_that_the_fault_is_in(
         False,
     ]
     assert [each.includes(choice) for each in (of_three, of_none, nothing)] == [False, True, False]
+
+
+def test_a_function_is_known_to_be_run_by_each_test_that_asks_for_what_it_remembers(
+    sample: ModuleType, tmp_path: Path
+) -> None:
+    recorder = Recorder(tmp_path, [PATH])
+    (line,) = [i for i, each in enumerate(SAMPLE.splitlines(), 1) if "number // 2" in each]
+    reaches = [recorder.record(lambda: sample.half(12)) for _ in range(2)]
+    assert [reach.lines[PATH] for reach in reaches] == [{line}] * 2
 
 
 def test_the_shortest_of_the_tests_that_run_a_fault_is_tried_first(
