@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 
 from rayserve_paged.core import policy
 from rayserve_paged.core.ids import BlockKey, StepId
+from rayserve_paged.core.keyed_heap import KeyedHeap
 from rayserve_paged.core.sequence import SequenceState
 
 
@@ -34,8 +35,8 @@ class PrefixWaits:
         # For whom each waits; None where its wait is over.
         self._parked: dict[SequenceState, SequenceState | None] = {}
         self._due: list[SequenceState] = []
-        # No wait is over for its length before this step.
-        self._first_deadline: StepId | None = None
+        # Those who wait, by the step from which on each has waited for long enough.
+        self._deadlines: KeyedHeap[SequenceState] = KeyedHeap()
 
     # --- who computes ---------------------------------------------------------------------
 
@@ -113,9 +114,7 @@ class PrefixWaits:
         sequence.waits_since = since
         self._parked[sequence] = first
         self._waiters.setdefault(first, {})[sequence] = num_common
-        deadline = StepId(since + self.max_wait_steps)
-        earlier = self._first_deadline
-        self._first_deadline = deadline if earlier is None else min(earlier, deadline)
+        self._deadlines.put(sequence, (since + self.max_wait_steps,))
         return True
 
     def take_due(self, step_id: StepId) -> list[SequenceState]:
@@ -124,10 +123,11 @@ class PrefixWaits:
         Args:
             step_id: Of the next step.
         """
-        if self._first_deadline is not None and step_id >= self._first_deadline:
-            self._expire(step_id)
-        if not self._due:
-            return []
+        deadlines = self._deadlines
+        while (waiter := deadlines.first()) is not None:
+            if deadlines.key(waiter) > (step_id,):
+                break
+            self._end_wait(waiter)
         due, self._due = [each for each in self._due if each in self._parked], []
         for sequence in due:
             del self._parked[sequence]
@@ -144,21 +144,11 @@ class PrefixWaits:
         computing = self._parked[waiter]
         assert computing is not None, "its wait is over"
         self._parked[waiter] = None
+        self._deadlines.remove(waiter)
         del self._waiters[computing][waiter]
         if not self._waiters[computing]:
             del self._waiters[computing]
         self._due.append(waiter)
-
-    def _expire(self, step_id: StepId) -> None:
-        deadlines: list[int] = []
-        for _target, _computing, waiter in list(self.waits()):
-            assert waiter.waits_since is not None
-            deadline = waiter.waits_since + self.max_wait_steps
-            if deadline <= step_id:
-                self._end_wait(waiter)
-            else:
-                deadlines.append(deadline)
-        self._first_deadline = StepId(min(deadlines)) if deadlines else None
 
     # --- what others ask ------------------------------------------------------------------
 
