@@ -66,7 +66,7 @@ class GroupBlocks:
         Raises:
             IndexError: The place was trimmed.
         """
-        if place < self.num_sink_blocks or not self.num_trimmed:
+        if place < self.num_sink_blocks:
             return place
         if place < self.num_sink_blocks + self.num_trimmed:
             raise IndexError(f"block {place} of the sequence was trimmed")
@@ -129,7 +129,7 @@ class BlockTable:
         listed = list(places)
         groups = []
         for index, window in enumerate(windows):
-            own = listed[index :: len(windows)] if len(windows) > 1 else listed
+            own = listed[index :: len(windows)]
             # Without a window nothing was trimmed, so there is nothing to look for.
             held = cast("list[BlockId]", own)
             if window.size is not None:

@@ -20,6 +20,7 @@ class RowReaders:
     """
 
     def __init__(self, num_rows: int) -> None:
+        # Of an empty row, what was there last.
         self._names: list[StreamName | None] = [None] * num_rows
         # Of each row, an index into `_consumers`.
         self._consumer = np.zeros(num_rows, np.int32)
@@ -29,10 +30,6 @@ class RowReaders:
         """Note who reads a row that was empty."""
         self._consumer[row] = self._consumer_index(consumer_id)
         self._names[row] = name
-
-    def leave(self, row: int) -> None:
-        """Note that a row is empty."""
-        self._names[row] = None
 
     def of(self, rows: IntArray) -> Readers:
         """Deal rows by who reads them.
@@ -63,9 +60,9 @@ class RowReaders:
             return self._consumers.index(consumer_id)
         except ValueError:
             pass
-        # A place that no row refers to is used again, so that the list stays short.
-        named = [row for row, name in enumerate(self._names) if name is not None]
-        taken = set(self._consumer[named].tolist())
+        # A place that no row refers to, be it an empty one, is used again: there is at most one
+        # place more than there are rows.
+        taken = set(self._consumer.tolist())
         for index in range(len(self._consumers)):
             if index not in taken:
                 self._consumers[index] = consumer_id

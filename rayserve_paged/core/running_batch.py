@@ -298,7 +298,6 @@ class RunningBatch:
             self.num_windowed -= 1
             self.next_trim[row] = NEVER
         self._sequences[row] = None
-        self.readers.leave(row)
         self._free_rows.append(row)
         sequence.row = None
 
