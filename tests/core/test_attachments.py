@@ -66,6 +66,18 @@ def test_offset_and_length_are_part_of_a_key_and_so_is_the_whole_digest() -> Non
     assert len({keys(variant)[0] for variant in variants}) == len(variants)
 
 
+def test_each_of_several_contents_in_one_block_is_part_of_its_key() -> None:
+    first, second = Attachment(DIGEST, 0, 2), Attachment(DIGEST, 2, 2)
+    own = keys(first, second)[0]
+    others = [
+        keys(dataclasses.replace(first, digest=OTHER), second)[0],
+        keys(first, dataclasses.replace(second, digest=OTHER))[0],
+        keys(first)[0],
+        keys(second)[0],
+    ]
+    assert len({own, *others}) == 5
+
+
 def test_equal_content_at_equal_places_shares_its_blocks() -> None:
     first = keys(Attachment(DIGEST, 2, 6), Attachment(OTHER, 12, 3))
     second = keys(Attachment(DIGEST, 2, 6), Attachment(OTHER, 13, 2))

@@ -8,14 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replica_driver import make_scope
 
+from rayserve_paged.core.attention_window import AttentionWindow
 from rayserve_paged.core.block_identity import (
     KEY_BYTES,
     Adapter,
     BlockScope,
     RequestScope,
     extend_chain,
+    hash_block,
+    token_payload,
 )
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.token_ids import TokenIds
 
 SCOPE = make_scope(block_size=4)
 ROOT = SCOPE.root()
@@ -58,6 +62,32 @@ def test_lists_arrays_and_numpy_arrays_give_one_chain() -> None:
     assert extend_chain(ROOT, np.array([*tokens, *tokens], np.int32)[:5], 4) == chain
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        [7, 0, 2**31 - 1],
+        (7, 0, 2**31 - 1),
+        array("i", [7, 0, 2**31 - 1]),
+        array("q", [7, 0, 2**31 - 1]),
+        np.array([7, 0, 2**31 - 1], np.int32),
+        np.array([7, 0, 2**31 - 1], np.int64),
+        np.array([7, 9, 0, 9, 2**31 - 1], np.int32)[::2],
+        np.array([7, 0, 2**31 - 1], ">i4"),
+        TokenIds.of([7, 0, 2**31 - 1]),
+    ],
+    ids=lambda source: getattr(source, "typecode", type(source).__name__),
+)
+def test_tokens_are_packed_as_little_endian_int32_whatever_holds_them(source: Any) -> None:  # noqa: ANN401
+    assert token_payload(source) == b"\x07\0\0\0\0\0\0\0\xff\xff\xff\x7f"
+
+
+def test_one_block_is_a_chain_of_one() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    first, second = extend_chain(ROOT, tokens, 4)
+    assert hash_block(ROOT, token_payload(tokens[:4])) == first
+    assert hash_block(first, token_payload(tokens[4:])) == second
+
+
 def test_a_chain_is_the_same_for_ever() -> None:
     (key,) = extend_chain(ROOT, [1, 2, 3, 4], 4)
     assert ROOT.hex() == "cb7138af62d29c9dbf67928581f1b2a0ebb467350ebe8c20aed968cfea00b8b3"
@@ -84,6 +114,22 @@ def test_fields_do_not_run_together() -> None:
     first = BlockScope(b"ab", "c", "", "", "", 4)
     second = BlockScope(b"a", "bc", "", "", "", 4)
     assert first.root() != second.root()
+
+
+@pytest.mark.parametrize("separator", ["", "-", ":", "1:", "2:", "%d:"])
+def test_no_text_in_a_field_is_taken_for_the_end_of_it(separator: str) -> None:
+    parts = ["a", "b", "c", "d"]
+    # The same text is cut into two fields behind its first, second and third part.
+    scopes = [
+        RequestScope(adapter=Adapter(separator.join(parts[:cut]), separator.join(parts[cut:])))
+        for cut in (1, 2, 3)
+    ]
+    assert len({SCOPE.root(scope) for scope in scopes}) == 3
+
+
+def test_windows_and_sinks_change_the_root() -> None:
+    windows = [None, *(AttentionWindow(*each) for each in [(4, 0), (4, 1), (5, 0), (41, 0)])]
+    assert len({SCOPE.root(RequestScope(window=window)) for window in windows}) == 5
 
 
 def test_no_salt_is_a_tenant_different_from_every_string() -> None:

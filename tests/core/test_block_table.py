@@ -45,6 +45,7 @@ def test_tokens_fill_blocks_and_the_last_one_in_part() -> None:
             last = num_tokens_in_last_block(num_tokens, block_size)
             assert 1 <= last <= block_size
             assert (num_blocks - 1) * block_size + last == num_tokens
+    assert (num_blocks_for(0, 4), num_tokens_in_last_block(0, 4)) == (0, 0)
 
 
 def held(*block_ids: int) -> list[BlockId]:
@@ -85,6 +86,52 @@ def test_a_table_with_a_hole_grows_and_is_copied_with_it() -> None:
     assert table.places() == [5, None, 3, 7]
     assert child.trim(8) == [[3]]
     assert child.places() == [5, None, None, 7, 8]
+
+
+def test_blocks_on_both_sides_of_a_hole_are_two_chains_and_each_knows_its_place() -> None:
+    table = BlockTable(2, held(*range(10, 16)), [AttentionWindow(4, 3)])
+    (group,) = table.groups
+    assert table.chains() == [[10, 11, 12, 13, 14, 15]]
+    assert group.held_places() == [0, 1, 2, 3, 4, 5]
+    table.trim(11)
+    assert table.chains() == [[10, 11], [14, 15]]
+    assert group.held_places() == [0, 1, 4, 5]
+    assert (table.at(1), table.at(4)) == ([11], [14])
+
+
+def test_a_table_that_is_shorter_than_its_sinks_has_no_hole() -> None:
+    table = BlockTable(2, held(7), [AttentionWindow(4, 6)])
+    (group,) = table.groups
+    assert (table.chains(), table.places(), group.held_places()) == ([[7]], [7], [0])
+    assert table.at(0) == [7]
+
+
+def test_without_sinks_a_hole_leads_and_what_is_behind_it_is_one_chain() -> None:
+    table = BlockTable(2, held(*range(10, 16)), [AttentionWindow(4)])
+    (group,) = table.groups
+    assert table.trim(9) == [[10, 11, 12]]
+    assert table.chains() == [[13, 14, 15]]
+    assert (table.places(), group.held_places()) == ([None] * 3 + [13, 14, 15], [3, 4, 5])
+
+
+def test_the_table_that_is_to_be_trimmed_first_decides_when() -> None:
+    windows = [AttentionWindow(6), FULL_ATTENTION, AttentionWindow(2)]
+    assert BlockTable(2, (), windows).next_trim() == 3
+    assert BlockTable(2, (), windows[:2]).next_trim() == 7
+
+
+def test_a_cleared_table_begins_anew() -> None:
+    table = BlockTable(2, held(*range(10, 16)), [AttentionWindow(4)])
+    table.trim(9)
+    table.clear()
+    assert (table.block_ids, table.places(), table.num_places) == ([], [], 0)
+    table.append(held(3))
+    assert table.places() == [3]
+
+
+def test_a_run_is_of_the_first_layer_group() -> None:
+    windows = [FULL_ATTENTION, AttentionWindow(2)]
+    assert BlockTable(2, held(0, 1, 2, 3, 4, 5), windows).run(1, 3) == [2, 4]
 
 
 def test_layer_groups_have_the_same_places_and_trim_for_themselves() -> None:

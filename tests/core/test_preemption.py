@@ -52,6 +52,70 @@ def test_whoever_loses_least_for_a_block_gives_way_and_not_whoever_is_served_las
         assert (stream.token_ids, stream.finish) == oracle(request, driver.limits)
 
 
+def test_what_a_sequence_shares_and_what_is_sealed_of_it_count_for_what_they_cost() -> None:
+    """Ten blocks of 4. The first needs one more when the early one, besides a head that is shared,
+    has 4 sealed blocks and 2 tokens in another one, and the late one 1 sealed block and 1 token.
+    """
+    driver = ReplicaDriver(make_limits(num_blocks=10))
+    head = [7] * 4
+    driver.generate(make_request([*head, 8], 1, request_id="head"))
+    first = make_request([1] * 5, 20, request_id="first")
+    early = make_request([*head, *[2] * 15], 8, request_id="early")
+    late = make_request([*head, *[3] * 2], 8, request_id="late")
+    submit_in_one_step(driver, first, early, late)
+    sequences = {
+        name: driver.sequence(request)
+        for name, request in zip("fel", (first, early, late), strict=True)
+    }
+    while not driver.replica.batcher.num_preemptions:
+        assert driver.step()
+    assert [s.num_known for s in sequences.values()] == [9, 23, 10]
+    assert [s.phase for s in sequences.values()] == [Phase.RUNNING, Phase.WAITING, Phase.RUNNING]
+    driver.run()
+    for request in (first, early, late):
+        stream = driver.reader().stream(request, 0)
+        assert (stream.token_ids, stream.finish) == oracle(request, driver.limits)
+
+
+def test_nobody_gives_way_who_is_served_before_the_last_eight() -> None:
+    """Of all but the first, who is served second would lose the least: 1 token for 6 blocks. Each
+    of the others loses 1 for 3.
+    """
+    driver = ReplicaDriver(make_limits(num_blocks=33), 16, max_num_batched_tokens=256)
+    lengths = [9, 18, *[6] * 8]
+    requests = [
+        make_request([i] * num_prompt, 9, request_id=f"q{i}")
+        for i, num_prompt in enumerate(lengths)
+    ]
+    submit_in_one_step(driver, *requests)
+    sequences = [driver.sequence(request) for request in requests]
+    while not driver.replica.batcher.num_preemptions:
+        assert driver.step()
+    assert [s.num_known for s in sequences] == [length + 4 for length in lengths]
+    assert [s.phase for s in sequences] == [*[Phase.RUNNING] * 9, Phase.WAITING]
+    driver.run()
+    for request in requests:
+        stream = driver.reader().stream(request, 0)
+        assert (stream.token_ids, stream.finish) == oracle(request, driver.limits)
+
+
+def test_nobody_makes_way_who_is_served_before_the_last_eight() -> None:
+    driver = ReplicaDriver(make_limits(num_blocks=64), 9, max_num_batched_tokens=256)
+    lows = [
+        make_request([i] * num_prompt, 9, request_id=f"low{i}", priority=1)
+        for i, num_prompt in enumerate([17, *[6] * 8])
+    ]
+    submit_in_one_step(driver, *lows)
+    sequences = [driver.sequence(request) for request in lows]
+    urgent = make_request([50], 1, request_id="urgent")
+    driver.submit(urgent)
+    driver.step()
+    # A row is short. The first of the lower ones would lose 2 tokens for 5 blocks.
+    assert [s.phase for s in sequences] == [*[Phase.RUNNING] * 8, Phase.WAITING]
+    driver.run()
+    assert driver.replica.batcher.num_preemptions == 1
+
+
 def test_the_blocks_that_siblings_share_are_no_reason_to_preempt_one() -> None:
     limits = make_limits(num_blocks=14)
     driver = ReplicaDriver(limits)

@@ -7,6 +7,12 @@ from rayserve_paged.core.prefix_index import PrefixIndex
 A, B, C = (BlockKey(bytes([letter]) * 32) for letter in b"abc")
 
 
+def test_a_fingerprint_is_the_first_64_bits_of_a_key() -> None:
+    index = PrefixIndex(10)
+    index.publish(BlockKey(bytes(range(1, 33))), BlockId(4))
+    assert index.fingerprint_of(BlockId(4)) == 0x0807060504030201
+
+
 def test_the_longest_leading_run_is_matched() -> None:
     index = PrefixIndex(10)
     index.publish(A, BlockId(4))
@@ -44,7 +50,10 @@ def test_changes_are_told_once_and_in_order() -> None:
     assert index.take_changes() == ((B, A), ())
     assert index.take_changes() == ((), ())
     index.remove([BlockId(1)])
+    assert index.has_changes
     assert index.take_changes() == ((), (B,))
+    assert not index.has_changes
+    assert index.take_changes() == ((), ())
 
 
 def test_what_came_and_went_between_two_reports_is_not_told() -> None:

@@ -1,6 +1,7 @@
 """Logs of runs in fresh state machines: equal command for command, or where they part."""
 
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from rayserve_paged.core.event_log import (
     LoggedEvent,
     LoggedStart,
     ReplicaStart,
+    encode,
     read_lines,
     to_line,
 )
@@ -81,6 +83,22 @@ def test_a_command_too_many_or_too_few_is_a_difference(num_commands: int) -> Non
     assert difference.place == "[0]"
     nothing = difference.recorded if num_commands else difference.replayed
     assert nothing == '{"$nothing": true}'
+
+
+def test_of_a_long_difference_the_beginning_is_shown() -> None:
+    log = log_of(2)
+    index, commands = next(
+        (i, entry.commands)
+        for i, entry in enumerate(log)
+        if isinstance(entry, LoggedCommands)
+        if len(entry.commands) == 1 and isinstance(entry.commands[0], RunStep)
+    )
+    text = json.dumps(encode(commands[0]))
+    assert len(text) > 200
+    log[index] = LoggedCommands(log[index].machine, ())
+    difference = replay(log).difference
+    assert difference is not None
+    assert difference.replayed == text[:197] + "..."
 
 
 def test_a_log_that_was_cut_off_is_compared_as_far_as_it_goes() -> None:

@@ -52,6 +52,28 @@ def test_what_is_not_accepted_is_named(ranges: tuple[RetentionRange, ...], field
     assert refused.value.args[0] == field
 
 
+def test_whoever_asks_for_what_is_not_accepted_is_told_what_is() -> None:
+    for ranges, accepted in (
+        ((RetentionRange(0, 4), RetentionRange(10)), "an integer from 4 to 9: ranges follow"),
+        ((RetentionRange(3, 3),), "an integer from 4 to 10, or None"),
+        ((RetentionRange(),) * 65, "a tuple of at most 64 RetentionRange"),
+    ):
+        request = dataclasses.replace(make_request(range(10)), retention=ranges)
+        with pytest.raises(InvalidInputError, match=accepted):
+            admit(request, make_limits())
+
+
+def test_as_many_ranges_as_there_may_be_are_accepted() -> None:
+    ranges = tuple(RetentionRange(start, start + 1) for start in range(64))
+    request = dataclasses.replace(make_request(range(64)), retention=ranges)
+    assert admit(request, make_limits(64)).retention == ranges
+
+
+def test_a_range_of_the_default_priority_asks_for_nothing() -> None:
+    assert RetentionRange().steps == RetentionRange(0, 4, 35, 10.0).steps == ()
+    assert RetentionPlan((RetentionRange(0, 4),), 4).at(0) == ()
+
+
 def test_ranges_at_the_edges_are_accepted_and_survive_a_log() -> None:
     ranges = (
         RetentionRange(0, 1, 0, 1e9),

@@ -12,9 +12,7 @@ def test_rows_are_dealt_to_whoever_reads_them_while_consumers_come_and_go() -> N
     entered: dict[int, tuple[ConsumerId, StreamName]] = {}
     for number in range(400):
         row = draw.randrange(6)
-        if row in entered:
-            readers.leave(row)
-            del entered[row]
+        entered.pop(row, None)
         name = StreamName(RequestId(f"q{number}"), Attempt(0), 0)
         entered[row] = (ConsumerId(f"c{draw.randrange(number // 10, number // 10 + 3)}"), name)
         readers.enter(row, name, entered[row][0])

