@@ -46,6 +46,26 @@ def test_searches_that_do_not_fit_together_give_way_and_all_end_right(
         assert driver.replica.batcher.num_preemptions > 0
 
 
+def test_no_beam_of_the_search_that_is_served_first_gives_way_while_another_request_runs() -> None:
+    """Six blocks of 4. When the other one needs its second, it would lose the four tokens in its
+    first; a beam has one in a block that nobody shares.
+    """
+    driver = ReplicaDriver(make_limits(num_blocks=6, vocab_size=31))
+    gate = make_request([30], 2, request_id="gate")
+    search = make_request([1, 1, 2, 3, 4, 5], 5, request_id="search", beam_width=2)
+    other = make_request([29], 12, request_id="other")
+    for request in (gate, search, other):
+        driver.submit(request)
+    driver.cancel(gate)
+    while not driver.replica.batcher.num_preemptions:
+        assert driver.step()
+    assert driver.sequence(other).phase is Phase.WAITING
+    assert [s.num_known for s in driver.replica.batcher.running] == [10, 10]
+    driver.run()
+    check_streams(driver, search, other)
+    assert driver.replica.batcher.num_preemptions == 1
+
+
 def test_beams_that_enter_the_row_of_a_cancelled_group_are_not_forked_in_its_place() -> None:
     driver = ReplicaDriver(make_limits(num_blocks=40, vocab_size=31), max_num_seqs=10)
     ending = make_request([30], 2, request_id="ending", beam_width=2)
