@@ -35,6 +35,11 @@ class ReportLog:
         # A trial has come out well, and the next suspect waits for that.
         self._is_urgent = False
 
+    @property
+    def num_prefilling(self) -> int:
+        """Requests that have come, have not ended and have had no token."""
+        return len(self._prefilling)
+
     def begin(self, request: Request) -> None:
         """Note a request that has come."""
         self._prefilling.add(request.request_id)

@@ -157,6 +157,22 @@ def test_unsealing_a_held_block_makes_it_free_once_it_is_released() -> None:
     assert pool.free_ids == (0,)
 
 
+def test_frozen_blocks_are_evicted_before_sealed_ones_the_longest_unused_first() -> None:
+    pool = BlockPool(6)
+    sealed = cache(pool, 2)
+    frozen = allocate(pool, 3).block_ids
+    for block_id in frozen:
+        pool.freeze(block_id)
+        pool.release([block_id])
+    assert allocate(pool, 1).evicted == []
+    assert pool.cached_ids == (*frozen, *sealed[::-1])
+    assert allocate(pool, 2).evicted == frozen[:2]
+    assert [pool.is_frozen(block_id) for block_id in frozen] == [False, False, True]
+    # What is left of the frozen ones does not do: a sealed one goes with it.
+    assert allocate(pool, 2).evicted == [frozen[2], sealed[1]]
+    assert pool.cached_ids == (sealed[0],)
+
+
 def test_blocks_that_sharing_would_take_from_the_available_are_counted() -> None:
     pool = BlockPool(3)
     cached = cache(pool, 1)

@@ -38,6 +38,22 @@ def test_whoever_takes_the_slot_of_a_dead_replica_has_neither_its_load_nor_its_k
     assert placement.place(request, keys) == "r2"
 
 
+def test_a_replica_that_is_left_out_is_given_nothing_whatever_it_has_cached() -> None:
+    placement = Placement("prefix-aware", BatchConfig())
+    for name in NAMES[:3]:
+        placement.add(name, LIMITS)
+    request = make_request(range(12), 2)
+    keys = prompt_keys(request, SCOPE)
+    placement.update(NAMES[1], keys, ())
+    placement.update(NAMES[2], keys[:1], ())
+    assert placement.place(request, keys, NAMES[:3]) is None
+    assert placement.place(request, keys, [NAMES[1]]) == "r2"
+    placement.settle(NAMES[2], request.request_id)
+    # It is left out once, and not for ever.
+    assert placement.place(request, keys) == "r1"
+    assert [placement.num_requests(name) for name in NAMES[:3]] == [0, 1, 0]
+
+
 def test_a_request_goes_where_it_fits_whatever_is_cached_elsewhere() -> None:
     placement = Placement("prefix-aware", BatchConfig())
     small = dataclasses.replace(LIMITS, num_blocks=4)

@@ -23,7 +23,7 @@ from rayserve_paged.core.replica_messages import (
     StepFinished,
     Tick,
 )
-from rayserve_paged.core.replica_reports import REPORT_INTERVAL_S
+from rayserve_paged.core.replica_reports import REPORT_INTERVAL_S, ReportLog
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.step_messages import StepResult
 from rayserve_paged.sim.fingerprint_rank import oracle
@@ -308,6 +308,20 @@ def test_a_request_without_a_token_is_not_reported_as_computed(driver: ReplicaDr
     driver.send(CancelRequest(request.request_id, request.attempt))
     driver.run()
     assert [(report.prefilled, len(report.finished)) for report in driver.reports] == [((), 1)]
+
+
+def test_nothing_is_kept_of_a_request_that_ends_without_a_token(driver: ReplicaDriver) -> None:
+    log = ReportLog(R0, driver.incarnation, driver.replica.batcher)
+    with_token, without = (make_request([1], request_id=name) for name in "ab")
+    for request in (with_token, without):
+        log.begin(request)
+    assert log.num_prefilling == 2
+    log.prefill(with_token)
+    log.finish(without)
+    assert log.num_prefilling == 0
+    report = log.take_due(0.0, is_idle=True)
+    assert report is not None
+    assert (report.prefilled, report.finished) == ((("a", 0),), (("b", 0),))
 
 
 def test_a_replica_says_when_its_next_report_is_due(driver: ReplicaDriver) -> None:

@@ -76,6 +76,24 @@ def test_a_prompt_with_a_window_takes_what_blocks_there_are_but_one_for_each_tha
         assert (stream.token_ids, stream.finish) == oracle(each, driver.limits)
 
 
+@pytest.mark.parametrize(("num_blocks", "starts"), [(9, False), (10, True)])
+def test_nobody_starts_on_blocks_that_a_prompt_with_a_window_is_yet_to_need(
+    num_blocks: int, starts: bool
+) -> None:
+    driver = ReplicaDriver(make_limits(num_blocks), max_num_batched_tokens=8)
+    request = windowed(range(40), 3, 16, sinks=4)
+    driver.submit(request)
+    driver.submit(make_request([50] * 12, 2, request_id="other"))
+    driver.step()
+    driver.step()
+    # Two of its six blocks are there. The other one needs three, and leaves one to the first.
+    assert request.num_blocks_needed(driver.limits) == 6
+    step = [ScheduledRow(0, 8, 6, 0), ScheduledRow(1, 0, 2, 0)] if starts else None
+    assert driver.rank.history[1] == (step or [ScheduledRow(0, 8, 8, 0)])
+    driver.run()
+    assert driver.replica.batcher.num_preemptions == 0
+
+
 def test_the_window_and_not_the_length_is_checked_at_the_door() -> None:
     limits = make_limits(num_blocks=6)
     assert admit(windowed(range(10), 4000, 16, sinks=3), limits).params.max_tokens == 4000

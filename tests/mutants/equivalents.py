@@ -235,6 +235,11 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "no question has that number",
     ),
     Equivalent(
+        "kv_manager.KVManager.*:always",
+        "self._duplicates",
+        "where there are no duplicates none is found, which takes longer",
+    ),
+    Equivalent(
         "partial_index.PartialIndex.find:loose-slice",
         "max(0, place - 1) : place + 1",
         "it looks at more blocks than the two that can be the best",
