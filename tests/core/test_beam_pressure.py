@@ -173,6 +173,24 @@ def test_the_blocks_that_beams_need_to_enter_are_those_that_they_then_take(
     assert search.num_blocks_to_enter == 0
 
 
+@pytest.mark.parametrize("num_available", [6, 7])
+def test_a_search_that_gave_way_starts_where_there_are_blocks_for_all_of_its_beams(
+    num_available: int,
+) -> None:
+    limits = make_limits(num_blocks=16, vocab_size=31)
+    run = BatcherDriver(make_request(range(2, 9), 20, n=3, beam_width=3), limits)
+    search = run.first.beam
+    assert search is not None
+    for _ in range(6):
+        run.step()
+    preempt_and_lose(run, search)
+    # Of 13 tokens the first beam needs 4 blocks.
+    assert (search.first.num_known, search.num_blocks_to_enter) == (13, 3)
+    assert run.kv.grow(run.kv.open(()), 4 * (16 - num_available)) is not None
+    assert (run.batcher.plan_step() is not None) == (num_available == 7)
+    assert search.first.phase is (Phase.RUNNING if num_available == 7 else Phase.WAITING)
+
+
 @pytest.mark.parametrize("num_spare", [0, 1])
 def test_nobody_starts_on_the_blocks_of_beams_that_are_yet_to_enter(num_spare: int) -> None:
     # Of 13 tokens the first beam needs 4 blocks, and the two others 2 and 1 of their own.

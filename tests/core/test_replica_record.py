@@ -1,8 +1,8 @@
-"""When a replica is asked what it has, and which question an answer is to."""
+"""When a replica is asked what it has, which question an answer is to, and whose trial it is."""
 
 import pytest
 
-from rayserve_paged.core.ids import Incarnation
+from rayserve_paged.core.ids import Attempt, Incarnation, RequestId
 from rayserve_paged.core.replica_record import ASK_AGAIN_S, ReplicaRecord
 
 
@@ -31,3 +31,13 @@ def test_an_answer_tells_when_its_question_was_put_and_settles_those_before_it()
     assert record.answer(2, 6.0) is None
     assert record.answer(1, 6.0) is None
     assert record.answer(3, 7.0) == 3.0
+
+
+def test_a_trial_ends_with_its_own_attempt_alone() -> None:
+    record = make_record()
+    record.trial = RequestId("q0"), Attempt(1)
+    record.end_trial(RequestId("q0"), Attempt(0))
+    record.end_trial(RequestId("q1"), Attempt(1))
+    assert record.trial == ("q0", 1)
+    record.end_trial(RequestId("q0"), Attempt(1))
+    assert record.trial is None

@@ -10,11 +10,12 @@ from replica_driver import ReplicaDriver, make_limits, make_request
 
 from rayserve_paged.core.attention_window import ONE_FULL_GROUP, AttentionWindow
 from rayserve_paged.core.block_identity import Adapter
-from rayserve_paged.core.delivered import DeliveredSample
+from rayserve_paged.core.delivered import DeliveredSample, check_delivered
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.ids import Attempt
 from rayserve_paged.core.replica_messages import CancelRequest
 from rayserve_paged.core.request import FinishReason, Request, admit
+from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.sim.fingerprint_rank import Expected, oracle, prompt_oracle
 
 
@@ -234,3 +235,11 @@ def test_a_token_that_would_end_a_sample_before_its_minimum_may_have_been_delive
     limits = make_limits(eos_token_ids=(9,))
     request = resumed(make_request([1, 2], 4, min_tokens=3), DeliveredSample(0, (9, 9)))
     assert admit(request, limits).delivered == request.delivered
+
+
+def test_nothing_is_behind_a_token_that_ends_a_sample_once_it_has_its_fewest() -> None:
+    params = SamplingParams(max_tokens=9, min_tokens=2)
+    for token_ids in ((5, 1, 3), (1, 3, 5), (1, 5)):
+        check_delivered((DeliveredSample(0, token_ids),), params, {5}, 97)
+    with pytest.raises(InvalidInputError, match="none after token 1 of sample 0, which ends it"):
+        check_delivered((DeliveredSample(0, (1, 5, 3)),), params, {5}, 97)
