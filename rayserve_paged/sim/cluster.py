@@ -43,7 +43,13 @@ from rayserve_paged.sim.consumer_host import ConsumerHost, Watch
 from rayserve_paged.sim.cost_model import CostModel
 from rayserve_paged.sim.engine import Engine
 from rayserve_paged.sim.executor import Ranks, Unfinished
-from rayserve_paged.sim.faults import FaultPlan, KillController, KillRank, KillReplica
+from rayserve_paged.sim.faults import (
+    FaultPlan,
+    KillController,
+    KillRank,
+    KillReplica,
+    Partition,
+)
 from rayserve_paged.sim.faulty_network import FaultyNetwork
 from rayserve_paged.sim.histogram import LogHistogram
 from rayserve_paged.sim.hosts import ControllerHost, ReplicaHost
@@ -176,6 +182,9 @@ class Cluster:
         )
         num_nodes = num_gpu_nodes + 1 + spec.num_consumers
         self._plan = plan
+        self._partitions = sorted(
+            (one for one in plan.faults if isinstance(one, Partition)), key=lambda one: one.from_s
+        )
         self._make_ranks = make_ranks
         names = {node: f"r{index}" for index, node in enumerate(replica_nodes)}
         names[NodeId(num_gpu_nodes)] = CONTROLLER
@@ -281,6 +290,29 @@ class Cluster:
             elif isinstance(fault, KillController):
                 at(fault.at_s, self.kill_controller)
                 at(fault.at_s + fault.down_s, self.restart_controller)
+            elif isinstance(fault, Partition):
+                at(fault.from_s, self._miss_answers)
+
+    def _miss_answers(self) -> None:
+        """Let the controller give up the replicas that it does not reach for too long."""
+        given_up_at = self.engine.now + self.spec.timeouts.rank_liveness_s
+        for host in self._latest.values():
+            if self._reached_at(host) > given_up_at:
+                self.engine.at(given_up_at, self._give_up, host)
+
+    def _give_up(self, host: ReplicaHost) -> None:
+        """Let the controller take a life for lost, which it may not be."""
+        if self._reached_at(host) > self.engine.now:
+            reason = f"no answer for {self.spec.timeouts.rank_liveness_s:g} s"
+            self.controller.take(LoseReplica(*host.source, reason))
+
+    def _reached_at(self, host: ReplicaHost) -> float:
+        """Return when a message of the controller can come to a replica, by the partitions."""
+        reached_at = self.engine.now
+        for fault in self._partitions:
+            if fault.covers(reached_at) and fault.parts(CONTROLLER, host.replica.replica_id):
+                reached_at = fault.until_s
+        return reached_at
 
     def _kill(self, replica_id: ReplicaId, hangs: bool) -> None:
         self.kill_replica(replica_id, silent=hangs)
@@ -324,6 +356,7 @@ class Cluster:
         if not self.controller.is_dead:
             return
         self._end_death(CONTROLLER)
+        self._miss_answers()
         term = Term(self.controller.controller.term + 1)
         self.controller.replace(self._new_controller(term))
 
@@ -344,8 +377,8 @@ class Cluster:
         return new_controller(start)
 
     def _start_life(self, source: Source) -> None:
-        """Load a replica's weights anew, once nothing is left of its lives before."""
-        self._latest[source[0]].stop("another life of it is started")
+        """Load a replica's weights anew; what is left of its lives before is ended."""
+        self._end_life(self._latest[source[0]], "another life of it is started")
         self._starting = {other for other in self._starting if other[0] != source[0]} | {source}
         self.engine.at(self.engine.now + self.spec.start_s, self._begin_life, source)
 
@@ -365,6 +398,14 @@ class Cluster:
         self._starting.discard(source)
         host = self.replicas.get(source)
         if host is not None:
+            self._end_life(host, reason)
+
+    def _end_life(self, host: ReplicaHost, reason: str) -> None:
+        """End the processes of a life; one that is cut off lingers, and may serve, until then."""
+        reached_at = self._reached_at(host)
+        if reached_at > self.engine.now:
+            self.engine.at(reached_at, self._end_life, host, reason)
+        else:
             host.stop(reason)
 
     def _add_host(self, index: int, incarnation: Incarnation) -> ReplicaHost:

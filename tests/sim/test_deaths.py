@@ -7,7 +7,8 @@ import pytest
 from sim_harness import make_spec, make_workload
 
 from rayserve_paged.core.config import RecoveryConfig
-from rayserve_paged.core.ids import RequestId
+from rayserve_paged.core.ids import ReplicaId, RequestId
+from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.stream_update import StreamUpdate
 from rayserve_paged.sim.cluster import Cluster
 from rayserve_paged.sim.faults import (
@@ -103,6 +104,40 @@ def test_tokens_that_no_reader_got_before_a_death_are_timed_once() -> None:
     assert report.requests.num_attempts.max() > 1
     assert not any(1.0 < came < 1.25 for came in times[RequestId("q6")])
     assert report.token_gaps_s.count == num_gaps()
+
+
+def test_a_replica_that_is_cut_off_for_long_is_given_up_and_lingers_beside_its_next_life() -> None:
+    cut_off = Partition(from_s=1.0, until_s=7.0, places=("controller", "r1"))
+    spec = dataclasses.replace(
+        make_spec(), start_s=START_S, recovery=RecoveryConfig(patience_s=1e6)
+    )
+    finished: dict[RequestId, int] = {}
+
+    def watch(update: StreamUpdate, now: float) -> None:
+        if update.finish is not None:
+            assert update.finish is FinishReason.LENGTH
+            finished[update.request_id] = finished.get(update.request_id, 0) + 1
+
+    cluster = Cluster(spec, watch=watch, plan=FaultPlan(faults=(cut_off,)))
+    first = cluster.latest(ReplicaId("r0"))
+    seen: list[tuple[bool, bool]] = []
+
+    def look() -> None:
+        # The controller has given it up after 3 s, and started the next a second later.
+        seen.append((first.stopped is None, cluster.latest(ReplicaId("r0")) is not first))
+
+    for at_s in (3.9, 5.5, 6.9, 7.1):
+        cluster.engine.at(at_s, look)
+    requests = [dataclasses.replace(one, arrival_s=one.arrival_s + 0.4) for one in make_workload(1)]
+    cluster.run(requests)
+    assert seen == [(True, False), (True, True), (True, True), (False, True)]
+    assert finished == {RequestId(f"q{number}"): 1 for number in range(len(requests))}
+    # Its neighbour is on the controller's side, and lives on.
+    assert list(cluster.replicas) == [
+        (ReplicaId("r0"), 0),
+        (ReplicaId("r1"), 0),
+        (ReplicaId("r0"), 1),
+    ]
 
 
 def needed(report: SimReport) -> int:
