@@ -1,6 +1,8 @@
 """`rayserve-paged simulate`: a trace on a simulated cluster, with the real scheduler."""
 
 import json
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,7 +160,14 @@ def _run(spec: "ClusterSpec", requests: "Iterator[SimRequest]", log: Path | None
         "cpu_s": cpu_s,
         "events_per_s": report.num_events / wall_s,
         "us_per_output_token": wall_s / max(1, report.num_output_tokens) * 1e6,
+        "peak_memory_mb": _peak_memory_mb(),
     }
+
+
+def _peak_memory_mb() -> float:
+    """Return the most memory that this process has had resident, in units of 2**20 bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
 def _open_log(path: Path) -> TextIO:

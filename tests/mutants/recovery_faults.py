@@ -26,6 +26,11 @@ class RecoveryFault(NamedTuple):
 
 RECOVERY_FAULTS = (
     RecoveryFault(
+        "fleet.Fleet.report:any-life",
+        "live.incarnation != incarnation",
+        "a report of a life that was given up is taken in",
+    ),
+    RecoveryFault(
         "open_request.OpenRequest.go_on:off-by-one",
         "self.attempt + 1",
         "a request that has lost its replica goes on as the same attempt",

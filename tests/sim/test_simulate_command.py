@@ -43,7 +43,8 @@ def test_a_trace_is_served_to_its_end(
     assert 0 < got["ttft_s"]["p50"] <= got["ttft_s"]["p90"] <= got["ttft_s"]["p99"]
     assert got["events_per_s"] > 0
     again = figures(run(monkeypatch, capsys, *args)[1])
-    timings = ("wall_s", "cpu_s", "events_per_s", "us_per_output_token")
+    assert got["peak_memory_mb"] > 10
+    timings = ("wall_s", "cpu_s", "events_per_s", "us_per_output_token", "peak_memory_mb")
     assert {k: v for k, v in got.items() if k not in timings} == {
         k: v for k, v in again.items() if k not in timings
     }
