@@ -15,7 +15,7 @@ from rayserve_paged.core.config import PlacementPolicy
 from rayserve_paged.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from rayserve_paged.sim.cluster import ClusterSpec
+    from rayserve_paged.sim.cluster_spec import ClusterSpec
     from rayserve_paged.sim.requests import SimRequest
 
 _Figures = dict[str, float | int | dict[str, float | int | None] | None]

@@ -27,7 +27,8 @@ from rayserve_paged.experiments.chaos_checks import (
     check_time,
     check_trials,
 )
-from rayserve_paged.sim.cluster import Cluster, ClusterSpec
+from rayserve_paged.sim.cluster import Cluster
+from rayserve_paged.sim.cluster_spec import ClusterSpec
 from rayserve_paged.sim.cost_model import EvenCost
 from rayserve_paged.sim.faults import FaultPlan, PinBlocks, PoisonRequest, ResetCaches
 from rayserve_paged.sim.fingerprint_rank import FingerprintRank, oracle
@@ -236,6 +237,9 @@ class _Run:
             replica_id, replica = host.replica.replica_id, host.replica
             if host.stopped is not None or replica_id not in controller.replicas:
                 raise ChaosError(f"{replica_id} is not up again")
+            for source, life in self._cluster.replicas.items():
+                if source[0] == replica_id and life is not host and life.stopped is None:
+                    raise ChaosError(f"{source} goes on, and its next life has begun")
             invariants.check(replica)
             if replica.sequences:
                 raise ChaosError(f"{replica_id} still has {replica.sequences}")

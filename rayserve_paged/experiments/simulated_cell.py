@@ -16,7 +16,8 @@ from rayserve_paged.experiments.cell_result import (
 from rayserve_paged.experiments.config import CellConfig, WorkloadConfig
 from rayserve_paged.experiments.failures import fault_plan
 from rayserve_paged.sim.build import describe_cluster
-from rayserve_paged.sim.cluster import Cluster, ClusterSpec
+from rayserve_paged.sim.cluster import Cluster
+from rayserve_paged.sim.cluster_spec import ClusterSpec
 from rayserve_paged.sim.faults import FaultPlan
 from rayserve_paged.sim.hardware import MODEL_SHAPES
 from rayserve_paged.sim.report import SimReport

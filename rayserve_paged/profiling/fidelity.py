@@ -15,7 +15,8 @@ from rayserve_paged.event_files import log_files, read_log
 from rayserve_paged.experiments.stream_times import StreamTimes, UserFigures, user_figures
 from rayserve_paged.profiling.live import serve_on_ray
 from rayserve_paged.sim.build import network_of, ranks_per_machine, step_ratios_of
-from rayserve_paged.sim.cluster import Cluster, ClusterSpec
+from rayserve_paged.sim.cluster import Cluster
+from rayserve_paged.sim.cluster_spec import ClusterSpec
 from rayserve_paged.sim.profile import Profile
 from rayserve_paged.sim.profiled_cost import ProfiledCost
 from rayserve_paged.sim.requests import SimRequest

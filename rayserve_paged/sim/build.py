@@ -8,7 +8,7 @@ from typing import TypeVar
 from rayserve_paged.core.config import BatchConfig, PlacementPolicy, TimeoutConfig
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.request import ModelLimits
-from rayserve_paged.sim.cluster import ClusterSpec
+from rayserve_paged.sim.cluster_spec import ClusterSpec
 from rayserve_paged.sim.cost_model import CostModel, RooflineCost
 from rayserve_paged.sim.hardware import (
     GPUS,

@@ -6,7 +6,7 @@ from small_experiment import SMALL, write
 
 from rayserve_paged.experiments.matrix import read_experiment
 from rayserve_paged.experiments.simulated_cell import cluster_of, run_simulated
-from rayserve_paged.sim.cluster import ClusterSpec
+from rayserve_paged.sim.cluster_spec import ClusterSpec
 
 # A block and a half that all requests share.
 WORKLOAD = {

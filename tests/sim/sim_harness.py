@@ -13,7 +13,8 @@ from rayserve_paged.core.event_log import LogEntry, to_line
 from rayserve_paged.core.ids import BlockKey, ReplicaId, RequestId
 from rayserve_paged.core.request import FinishReason, ModelLimits
 from rayserve_paged.core.stream_update import StreamUpdate
-from rayserve_paged.sim.cluster import Cluster, ClusterSpec
+from rayserve_paged.sim.cluster import Cluster
+from rayserve_paged.sim.cluster_spec import ClusterSpec
 from rayserve_paged.sim.cost_model import RooflineCost
 from rayserve_paged.sim.hardware import GPUS, MODEL_SHAPES
 from rayserve_paged.sim.links import LinkSpec

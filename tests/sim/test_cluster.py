@@ -15,7 +15,8 @@ from rayserve_paged.core.replay import replay
 from rayserve_paged.core.replica_messages import AnswerPoll, ReplicaReport, RunStep
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.event_files import read_log
-from rayserve_paged.sim.cluster import Cluster, ClusterSpec
+from rayserve_paged.sim.cluster import Cluster
+from rayserve_paged.sim.cluster_spec import ClusterSpec
 from rayserve_paged.sim.network import NetworkSpec
 from rayserve_paged.sim.report import FINISHES
 from rayserve_paged.sim.requests import SimRequest
