@@ -139,12 +139,6 @@ class Consumer:
             self._serve(known, source)
             if known.cancelled:
                 known.withdraw_at = now
-            # Those that have ended here meanwhile were submitted with it all the same.
-            name = placed.request_id, placed.attempt
-            self._unsent += [
-                WithdrawRequest(*name, sibling, source)
-                for sibling in sorted(known.submitted_siblings.difference(known.streams))
-            ]
         reason = self._lost.get(source)
         if reason is not None:
             return self._lose_attempt(known, reason, now)
@@ -419,6 +413,12 @@ class Consumer:
     def _serve(self, known: OpenRequest, source: Source) -> None:
         known.place(source)
         self._num_served[source] += 1
+        # Those that have ended here meanwhile were submitted with it all the same.
+        name = known.opened.request_id, known.attempt
+        self._unsent += [
+            WithdrawRequest(*name, sibling, source)
+            for sibling in sorted(known.submitted_siblings.difference(known.streams))
+        ]
 
     def _leave(self, known: OpenRequest) -> None:
         source, known.source = known.source, None

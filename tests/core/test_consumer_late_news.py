@@ -187,6 +187,19 @@ def test_samples_that_had_ended_before_the_placement_are_withdrawn_there_once() 
     assert consumer.next_tick == 2.0, "when it is submitted again"
 
 
+def test_samples_that_had_ended_before_news_that_overtake_the_placement_are_withdrawn_there() -> (
+    None
+):
+    consumer = make_consumer(n=2)
+    submissions(consumer)
+    consumer.cancel(Q, 1, 0.0)
+    consumer.tick(0.0)
+    deliver(consumer, item(0, 0, 5), now=0.5)
+    assert consumer.tick(0.5).messages == [withdrawal(sibling=1)]
+    place(consumer, now=0.75)
+    assert consumer.tick(0.75).messages == []
+
+
 def test_samples_that_ended_in_an_attempt_before_are_not_withdrawn() -> None:
     consumer = make_consumer(n=2)
     submissions(consumer)
