@@ -149,6 +149,30 @@ def test_others_overtake_a_request_that_waits_for_a_prefix() -> None:
     driver.run()
 
 
+def test_nobody_who_starts_passes_one_that_waits_for_a_prefix() -> None:
+    driver = ReplicaDriver(
+        make_limits(128, BLOCK_SIZE, vocab_size=500),
+        max_num_seqs=3,
+        max_num_batched_tokens=2 * BLOCK_SIZE,
+        max_prefix_wait_steps=3,
+        oldest_every=2,
+    )
+    chunked_pair(driver)
+    low, high, urgent = (
+        make_request([250 + i], 9, request_id=f"q{i}", priority=priority)
+        for i, priority in enumerate((0, -1, -1))
+    )
+    driver.submit(urgent)
+    driver.step()
+    for request in (low, high):
+        driver.submit(request)
+    driver.step()
+    # Had the first of the urgent ones passed anybody, it would be the turn of the oldest.
+    phases = [driver.sequence(request).phase for request in (urgent, high, low)]
+    assert phases == [Phase.RUNNING, Phase.RUNNING, Phase.WAITING]
+    driver.run()
+
+
 @pytest.mark.parametrize("pipeline_depth", [1, 2])
 def test_a_request_starts_at_once_when_the_one_that_it_waits_for_is_cancelled(
     pipeline_depth: int,

@@ -100,13 +100,13 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "block_identity.token_payload:always", "isinstance(token_ids, np.ndarray)", "likewise"
     ),
     Equivalent(
+        "block_identity.token_payload:ignored-case", "isinstance(token_ids, TokenIds)", "likewise"
+    ),
+    Equivalent(
         "block_identity.token_payload:fewer-conditions",
         'isinstance(token_ids, array) and token_ids.typecode == "i" and sys.byteorder == "little"',
         "no machine that runs the tests is big-endian",
         '(isinstance(token_ids, array) and token_ids.typecode == "i")',
-    ),
-    Equivalent(
-        "block_identity.token_payload:ignored-case", "isinstance(token_ids, TokenIds)", "likewise"
     ),
     Equivalent(
         "block_table.BlockTable.*:ignored-case",
@@ -192,6 +192,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "stream_intake.News.extend:one-way",
         "token_ids[have:] if have else token_ids",
         "a copy of all of them is the same",
+        "(token_ids[have:])",
     ),
     Equivalent(
         "stream_intake._take_run:twice",
@@ -209,11 +210,6 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "likewise",
     ),
     Equivalent("stream_intake._take_run:ignored-case", "len(accepted) == index", "likewise"),
-    Equivalent(
-        "replica_reports.ReportLog.finish:forget-to-free",
-        "self._prefilling.discard(request.request_id)",
-        "only requests that have not ended are looked up, and one that begins anew is put there",
-    ),
     Equivalent(
         "controller.Controller._register:edge",
         "live.num_usable_slots > known.num_usable_slots",
@@ -233,6 +229,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "replica_record.ReplicaRecord.answer:one-way",
         "None if number is None else self._asked.pop(number, None)",
         "no question has that number",
+        "(self._asked.pop(number, None))",
     ),
     Equivalent(
         "kv_manager.KVManager.*:always",
@@ -253,21 +250,6 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "prefix_wait.PrefixWaits.park:half",
         "num_common - num_matched",
         "the block that is being computed is one gained, and the policy asks for one",
-    ),
-    Equivalent(
-        "prefix_wait.PrefixWaits.advance:always",
-        "target <= sequence.num_sealed",
-        "whoever comes back too early steps aside again",
-    ),
-    Equivalent(
-        "prefix_wait.PrefixWaits.park:half",
-        "since + self.max_wait_steps",
-        "likewise",
-    ),
-    Equivalent(
-        "prefix_wait.PrefixWaits.take_due:ignored-case",
-        "deadlines.key(waiter) > (step_id,)",
-        "likewise",
     ),
     Equivalent(
         "prefix_wait.PrefixWaits.park:twice",
