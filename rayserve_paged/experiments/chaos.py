@@ -173,7 +173,7 @@ class _Run:
                     self._lives.check(commands)
                 else:
                     self._num_checks += 1
-                    replica = self._cluster.latest(ReplicaId(machine)).replica
+                    replica = self._cluster.life(machine).replica
                     invariants.check(replica)
                     check_fence(replica, self._event, commands)
                     if self._deadly:

@@ -45,7 +45,7 @@ from rayserve_paged.sim.faults import (
 )
 from rayserve_paged.sim.faulty_network import FaultyNetwork
 from rayserve_paged.sim.histogram import LogHistogram
-from rayserve_paged.sim.hosts import ControllerHost, ReplicaHost
+from rayserve_paged.sim.hosts import ControllerHost, ReplicaHost, machine_name
 from rayserve_paged.sim.machine import Machine
 from rayserve_paged.sim.network import Network, NodeId
 from rayserve_paged.sim.report import (
@@ -141,6 +141,7 @@ class Cluster:
         # Of each replica its latest life, and those before.
         self.replicas: dict[Source, ReplicaHost] = {}
         self._latest: dict[ReplicaId, ReplicaHost] = {}
+        self._by_machine: dict[str, ReplicaHost] = {}
         self._starting: set[Source] = set()
         self._nodes = replica_nodes
         self.controller.replicas = self.replicas
@@ -205,6 +206,10 @@ class Cluster:
     def latest(self, replica_id: ReplicaId) -> ReplicaHost:
         """Return the latest life of a replica."""
         return self._latest[replica_id]
+
+    def life(self, machine: str) -> ReplicaHost:
+        """Return a life of a replica by its name in the event log."""
+        return self._by_machine[machine]
 
     # --- lives and deaths -----------------------------------------------------------------
 
@@ -350,7 +355,8 @@ class Cluster:
             term=self.controller.controller.term,
         )
         if self._record is not None:
-            self._record(LoggedStart(start.replica_id, start))
+            name = machine_name((start.replica_id, incarnation))
+            self._record(LoggedStart(name, start))
         before = self._latest.get(start.replica_id)
         machine = None
         if spec.cost.max_active > 1:
@@ -376,6 +382,7 @@ class Cluster:
         host.controller = self.controller
         host.consumers = self.controller.consumers
         self._latest[start.replica_id] = self.replicas[host.source] = host
+        self._by_machine[machine_name(host.source)] = host
         return host
 
     # --- arrivals -------------------------------------------------------------------------

@@ -51,6 +51,14 @@ from rayserve_paged.sim.report import Totals
 from rayserve_paged.sim.step_ratios import StepRatios
 
 
+def machine_name(source: Source) -> str:
+    """Return the name of a life in an event log: that of its replica, and which one it is where it
+    is not the first. One that is cut off goes on beside the next.
+    """
+    replica_id, incarnation = source
+    return f"{replica_id}.{incarnation}" if incarnation else replica_id
+
+
 class ReplicaHost:
     """A replica on the node of its first rank. `has_changed` is set by whatever happens to it.
 
@@ -110,7 +118,7 @@ class ReplicaHost:
         self.has_changed = False
         self._engine = engine
         self._network = network
-        self._take_event = recorded(replica.replica_id, replica.handle, record)
+        self._take_event = recorded(machine_name(self.source), replica.handle, record)
         self._tick_at: float | None = None
         # Polls that are pending.
         self._polls: dict[ConsumerId, int] = {}

@@ -7,7 +7,10 @@ import pytest
 from sim_harness import make_spec, make_workload
 
 from rayserve_paged.core.config import RecoveryConfig
+from rayserve_paged.core.event_log import CONTROLLER, LogEntry, LoggedEvent, LoggedStart
 from rayserve_paged.core.ids import ReplicaId, RequestId
+from rayserve_paged.core.replay import replay
+from rayserve_paged.core.replica_messages import StepFinished
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.stream_update import StreamUpdate
 from rayserve_paged.sim.cluster import Cluster
@@ -17,6 +20,7 @@ from rayserve_paged.sim.faults import (
     KillController,
     KillReplica,
     Partition,
+    SlowReplica,
 )
 from rayserve_paged.sim.report import SimReport
 
@@ -138,6 +142,30 @@ def test_a_replica_that_is_cut_off_for_long_is_given_up_and_lingers_beside_its_n
         (ReplicaId("r1"), 0),
         (ReplicaId("r0"), 1),
     ]
+
+
+def test_a_life_that_lingers_has_a_log_of_its_own_beside_its_next_one() -> None:
+    cut_off = Partition(from_s=1.0, until_s=7.0, places=("controller", "r1"))
+    slow = SlowReplica(from_s=0.0, until_s=9.0, replica="r0", factor=20.0)
+    spec = dataclasses.replace(
+        make_spec(max_decode_steps=1), start_s=START_S, recovery=RecoveryConfig(patience_s=1e6)
+    )
+    log: list[LogEntry] = []
+    cluster = Cluster(spec, log.append, plan=FaultPlan(faults=(cut_off, slow)))
+    cluster.run(
+        dataclasses.replace(one, arrival_s=0.5, num_output_tokens=200)
+        for one in make_workload(1, 8)
+    )
+    last_s = {
+        entry.machine: entry.now
+        for entry in log
+        if isinstance(entry, LoggedEvent) and isinstance(entry.event, StepFinished)
+    }
+    assert last_s["r0"] > 6.5, "it has served until it could be ended"
+    assert replay(log).difference is None
+    names = [entry.machine for entry in log if isinstance(entry, LoggedStart)]
+    assert names == [CONTROLLER, "r0", "r1", "r0.1"]
+    assert [cluster.life(name).source for name in names[1:]] == list(cluster.replicas)
 
 
 def needed(report: SimReport) -> int:
