@@ -54,7 +54,6 @@ from rayserve_paged.sim.report import (
     ReplicaColumns,
     RequestLog,
     SimReport,
-    Totals,
 )
 from rayserve_paged.sim.requests import SimRequest
 from rayserve_paged.sim.slow_replicas import slowed
@@ -372,7 +371,7 @@ class Cluster:
             self._gaps,
             machine,
             self._record,
-            Totals() if before is None else before.totals,
+            before,
             None if self._make_ranks is None else self._make_ranks(start.replica_id),
             self._unfinished,
             StepRatios(spec.step_ratios, stream_number(index, replica.incarnation))

@@ -72,7 +72,7 @@ class ReplicaHost:
         gaps: Takes the time from token to token.
         machine: As `SimulatedExecutor`.
         record: Takes its event log.
-        before: What the lives before it did.
+        before: The life before it; None for the first.
         ranks: As `SimulatedExecutor`.
         unfinished: As `SimulatedExecutor`.
         ratios: As `SimulatedExecutor`.
@@ -89,7 +89,7 @@ class ReplicaHost:
         gaps: LogHistogram,
         machine: Machine | None,
         record: Record | None,
-        before: Totals,
+        before: "ReplicaHost | None",
         ranks: Ranks | None = None,
         unfinished: Unfinished | None = None,
         ratios: StepRatios | None = None,
@@ -132,17 +132,24 @@ class ReplicaHost:
 
     @property
     def totals(self) -> Totals:
-        """What it and the lives before it did."""
-        executor, batcher, before = self.executor, self.replica.batcher, self._before
-        return Totals(
-            before.num_plans + executor.num_plans,
-            before.num_steps + executor.num_steps,
-            before.busy_s + executor.busy_s,
-            before.num_queried_tokens + batcher.num_queried_tokens,
-            before.num_hit_tokens + batcher.num_hit_tokens,
-            before.num_preemptions + batcher.num_preemptions,
-            before.num_computed_tokens + executor.num_computed_tokens,
-        )
+        """What it and the lives before it did; one that is cut off still does more."""
+        totals, life = Totals(), self._before
+        lives = [self]
+        while life is not None:
+            lives.append(life)
+            life = life._before
+        for life in reversed(lives):
+            executor, batcher = life.executor, life.replica.batcher
+            totals = Totals(
+                totals.num_plans + executor.num_plans,
+                totals.num_steps + executor.num_steps,
+                totals.busy_s + executor.busy_s,
+                totals.num_queried_tokens + batcher.num_queried_tokens,
+                totals.num_hit_tokens + batcher.num_hit_tokens,
+                totals.num_preemptions + batcher.num_preemptions,
+                totals.num_computed_tokens + executor.num_computed_tokens,
+            )
+        return totals
 
     def take(self, event: ReplicaEvent) -> None:
         """Take in a message that has come."""

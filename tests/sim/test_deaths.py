@@ -144,7 +144,7 @@ def test_a_replica_that_is_cut_off_for_long_is_given_up_and_lingers_beside_its_n
     ]
 
 
-def test_a_life_that_lingers_has_a_log_of_its_own_beside_its_next_one() -> None:
+def test_a_life_that_lingers_is_logged_and_counted_beside_its_next_one() -> None:
     cut_off = Partition(from_s=1.0, until_s=7.0, places=("controller", "r1"))
     slow = SlowReplica(from_s=0.0, until_s=9.0, replica="r0", factor=20.0)
     spec = dataclasses.replace(
@@ -152,17 +152,19 @@ def test_a_life_that_lingers_has_a_log_of_its_own_beside_its_next_one() -> None:
     )
     log: list[LogEntry] = []
     cluster = Cluster(spec, log.append, plan=FaultPlan(faults=(cut_off, slow)))
-    cluster.run(
+    report = cluster.run(
         dataclasses.replace(one, arrival_s=0.5, num_output_tokens=200)
         for one in make_workload(1, 8)
     )
-    last_s = {
-        entry.machine: entry.now
+    steps = [
+        entry
         for entry in log
         if isinstance(entry, LoggedEvent) and isinstance(entry.event, StepFinished)
-    }
+    ]
+    last_s = {entry.machine: entry.now for entry in steps}
     assert last_s["r0"] > 6.5, "it has served until it could be ended"
     assert replay(log).difference is None
+    assert report.replicas.num_steps.sum() == len(steps)
     names = [entry.machine for entry in log if isinstance(entry, LoggedStart)]
     assert names == [CONTROLLER, "r0", "r1", "r0.1"]
     assert [cluster.life(name).source for name in names[1:]] == list(cluster.replicas)
