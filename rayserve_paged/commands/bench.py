@@ -57,9 +57,13 @@ def placement(
     Placements of prompts of 1,024 tokens, and keys that replicas report: on one core and without
     a network, or with --actor on Ray, where assignments and reports are sent, and replicas pinged.
     """
-    from rayserve_paged.experiments import actor_placement_bench, placement_bench
+    from rayserve_paged.experiments import placement_bench
 
-    measure = actor_placement_bench.rates if actor else placement_bench.rates
+    measure = placement_bench.rates
+    if actor:  # Else it needs no Ray.
+        from rayserve_paged.experiments import actor_placement_bench
+
+        measure = actor_placement_bench.rates
     figures = {num: measure(num) for num in placement_bench.NUM_REPLICAS}
     if as_json:
         flat = {
