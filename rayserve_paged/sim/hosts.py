@@ -133,8 +133,9 @@ class ReplicaHost:
     @property
     def totals(self) -> Totals:
         """What it and the lives before it did; one that is cut off still does more."""
-        totals, life = Totals(), self._before
-        lives = [self]
+        totals = Totals()
+        lives: list[ReplicaHost] = []
+        life: ReplicaHost | None = self
         while life is not None:
             lives.append(life)
             life = life._before
