@@ -257,6 +257,21 @@ def test_along_any_other_x_each_line_is_compared_with_itself(outcome: Outcome) -
     )
 
 
+def test_distributions_that_are_alike_and_upright_are_drawn_and_named(text: str) -> None:
+    """Of the small experiment nearly all tokens come at the same pace under both placements."""
+    (part,) = re.findall(r'<figure id="itl">.*?</figure>', text, re.DOTALL)
+    drawings = re.findall(r"<svg.*?</svg>", part, re.DOTALL)
+    assert len(drawings) == 2
+    for drawing in drawings:
+        names = re.findall(r">(round-robin|prefix-aware)</text>", drawing)
+        assert sorted(names) == ["prefix-aware", "round-robin"]
+        curves = re.findall(r'<path d="([^"]*)" [^>]*stroke-width: 1.4;', drawing)
+        assert len(curves) == 2
+        for curve in curves:
+            ys = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", curve)]
+            assert max(ys) - min(ys) > 140
+
+
 @pytest.mark.parametrize(
     ("kept", "text"),
     [

@@ -66,9 +66,9 @@ RECOVERY_FAULTS = (
         "what comes twice is handed out twice",
     ),
     RecoveryFault(
-        "consumer.Consumer._find:any-life",
-        "known.attempt == name.attempt",
-        "tokens of an attempt that was given up are accepted",
+        "consumer.Consumer._is_from:ignored-case",
+        "known.source is None",
+        "a delivery that overtakes the answer to its submission is refused for good",
     ),
     RecoveryFault(
         "consumer.Consumer.cancel:always",

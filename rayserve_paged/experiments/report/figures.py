@@ -295,7 +295,8 @@ class FigureBuilder:
                 return np.array([np.nan]), np.array([np.nan])
             below = 100 * np.cumsum(counts) / counts.sum()
             kept = np.unique(np.searchsorted(below, _CURVE).clip(0, len(gaps) - 1))
-            return gaps[kept], below[kept]
+            # From 0 on: where all tokens came alike, that is all there is to see.
+            return np.append(gaps[kept[0]], gaps[kept]), np.append(0.0, below[kept])
 
         x = Scale(title="time from token to token", is_log=True, is_seconds=True)
         y = Scale(bounds=(0, 102))

@@ -128,7 +128,9 @@ def label_sides(axes: Axes, lines: Sequence[Line]) -> None:
     levels = np.array([30.0, 40.0, 50.0, 60.0, 70.0, 80.0])
     at = np.log(np.array([np.interp(levels, line.y, line.x) for line in named]))
     level = int(np.argmax(np.ptp(at, axis=0)))
-    left, right = int(np.argmin(at[:, level])), int(np.argmax(at[:, level]))
+    # Of curves that are alike two different ones.
+    order = np.argsort(at[:, level], kind="stable")
+    left, right = int(order[0]), int(order[-1])
     # Above a rising curve on its left, and below one on its right.
     for index, offset, side, end in ((left, -5, "right", "bottom"), (right, 5, "left", "top")):
         text = axes.annotate(
