@@ -329,7 +329,8 @@ class Consumer:
                 )
             )
         if news.token_ids:
-            known.has_tokens = known.has_progressed = True
+            known.has_tokens = True
+            known.num_new_tokens += len(news.token_ids)
         if finish is not None:
             del known.streams[name.sibling]
             if not known.streams:

@@ -265,6 +265,7 @@ class Controller:
             placed,
             now,
             (request, assignment),
+            is_tried_long=request.is_tried_long,
         )
         fleet.book(booked)
         return [fleet.to(booked.source, assignment), placed]

@@ -240,8 +240,8 @@ class PoisonedRequestError(RequestFailedError):
 
     def __init__(self, request_id: str, deaths: tuple[str, ...]) -> None:
         reason = (
-            f"{len(deaths)} replicas in a row died before it had a new token, the last of them "
-            f"with no other suspect: {'; '.join(deaths)}"
+            f"{len(deaths)} replicas in a row died with it, the last of them before it had a new "
+            f"token, with no other suspect: {'; '.join(deaths)}"
         )
         PagedError.__init__(self, request_id, deaths)
         self.request_id = request_id

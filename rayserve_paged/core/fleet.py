@@ -310,8 +310,9 @@ class Fleet:
 
     def _apply(self, live: ReplicaRecord, report: ReplicaReport, now: float) -> None:
         for request_id, attempt in report.prefilled:
-            live.end_trial(request_id, attempt)
             booked = live.requests.get(request_id)
+            if booked is None or not booked.is_tried_long:
+                live.end_trial(request_id, attempt)
             if booked is not None and booked.attempt == attempt:
                 self.placement.note_prefilled(report.replica_id, request_id)
         for request_id, attempt in report.finished:
@@ -368,7 +369,16 @@ class Fleet:
             booked = None
         if booked is None:
             placed = Placed(one.request_id, one.attempt, *source, one.max_tokens, one.on_trial)
-            self.book(Booked(one.request_id, one.attempt, one.consumer_id, placed, now))
+            self.book(
+                Booked(
+                    one.request_id,
+                    one.attempt,
+                    one.consumer_id,
+                    placed,
+                    now,
+                    is_tried_long=one.is_tried_long,
+                )
+            )
             self.placement.adopt(source[0], one.request_id, one.num_rows, one.num_tokens)
             if one.on_trial and live.trial is None:
                 live.trial = (one.request_id, one.attempt)

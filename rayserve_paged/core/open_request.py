@@ -22,6 +22,10 @@ _NEVER = math.inf
 _MAX_PAUSES = 8
 """How many times as long as the first one the pause between two submissions may become."""
 
+_CLEARING_TOKENS = 16
+"""New tokens after which a request whose replica died is as any other. With fewer it may have come
+to where it ended the one before: what was sampled there and not handed out comes again."""
+
 
 @dataclasses.dataclass(slots=True)
 class Stream:
@@ -58,11 +62,12 @@ class OpenRequest:
         "current",
         "deadline_at",
         "deaths",
-        "has_progressed",
+        "has_died",
         "has_tokens",
         "is_pinned",
         "lost_at",
         "max_tokens",
+        "num_new_tokens",
         "num_trial_deaths",
         "on_trial",
         "opened",
@@ -91,8 +96,10 @@ class OpenRequest:
         # Samples that are to end as cancelled, as soon as that can be said.
         self.cancelled: set[int] = set()
         self.max_tokens: int | None = None
-        # Why replicas died with it, one after the other, before it had a new token.
+        # Why replicas died with it, one after the other, each before it had enough new tokens to be
+        # cleared; the first of them counts where it had none.
         self.deaths: tuple[str, ...] = ()
+        self.has_died = False
         self.num_trial_deaths = 0
         # Where it was last, and the same as long as the controller is to be told.
         self.lost_at: Source | None = None
@@ -104,7 +111,8 @@ class OpenRequest:
         self.attempt = self.current.attempt
         self.source: Source | None = None
         self.is_pinned = False
-        self.has_progressed = False
+        # Of this attempt.
+        self.num_new_tokens = 0
         self.on_trial = False
         self.submit_at = now
         self.pause_s = 0.0
@@ -161,13 +169,15 @@ class OpenRequest:
             reason: How its replica died; None where it did not.
             now: In seconds.
         """
-        if self.has_progressed:
-            self.deaths, self.num_trial_deaths = (), 0
+        if self.num_new_tokens >= _CLEARING_TOKENS:
+            self.deaths, self.num_trial_deaths, self.has_died = (), 0, False
+        elif reason is not None:
+            if self.has_died or not self.num_new_tokens:
+                self.deaths = (*self.deaths, reason)
+                self.num_trial_deaths += self.on_trial and not self.num_new_tokens
+            self.has_died = True
         if reason is not None:
             self.complaint = self.lost_at
-        if reason is not None and not self.has_progressed:
-            self.deaths = (*self.deaths, reason)
-            self.num_trial_deaths += self.on_trial
         params = self.opened.params
         if self.max_tokens is not None:
             params = dataclasses.replace(params, max_tokens=self.max_tokens)

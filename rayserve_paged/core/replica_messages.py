@@ -242,6 +242,7 @@ class ServedRequest:
         max_tokens: Output tokens that each of its samples may have.
         is_prefilled: It has had its first token here.
         on_trial: It is suspected of having ended a replica, and has no token from here yet.
+        is_tried_long: As `Request.is_tried_long`.
     """
 
     request_id: RequestId
@@ -252,6 +253,7 @@ class ServedRequest:
     max_tokens: int
     is_prefilled: bool
     on_trial: bool
+    is_tried_long: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class Booked:
         placed_at: Since when, in seconds.
         given: As its consumer submitted it, and as it was assigned; None where it was learned from
             an inventory.
+        is_tried_long: As `Request.is_tried_long`.
     """
 
     request_id: RequestId
@@ -37,6 +38,7 @@ class Booked:
     placed: Placed
     placed_at: float
     given: tuple[Request, AssignRequest] | None = None
+    is_tried_long: bool = False
 
     @property
     def source(self) -> tuple[ReplicaId, Incarnation]:

@@ -129,6 +129,7 @@ class ReportLog:
 
     def _served(self, request: Request) -> ServedRequest:
         assert request.params.max_tokens is not None, "requests are clamped at the door"
+        has_token = request.request_id not in self._prefilling
         return ServedRequest(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -136,6 +137,7 @@ class ReportLog:
             num_rows=request.num_rows,
             num_tokens=request.num_promised_tokens,
             max_tokens=request.params.max_tokens,
-            is_prefilled=request.request_id not in self._prefilling,
-            on_trial=request.is_suspect and request.request_id in self._prefilling,
+            is_prefilled=has_token,
+            on_trial=request.is_suspect and (request.is_tried_long or not has_token),
+            is_tried_long=request.is_tried_long,
         )

@@ -134,6 +134,13 @@ class Request:
     num_deaths: int = 0
 
     @property
+    def is_tried_long(self) -> bool:
+        """Whether, being suspect, it is shown to be harmless by its end alone: it may have ended
+        replicas after its first token, or it searches, and its reader has none before the end.
+        """
+        return self.has_tokens or self.params.beam_width is not None
+
+    @property
     def is_suspect(self) -> bool:
         """Whether it may be what ended the replica of its last attempt."""
         return self.num_deaths > 0

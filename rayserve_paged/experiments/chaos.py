@@ -177,7 +177,7 @@ class _Run:
                     invariants.check(replica)
                     check_fence(replica, self._event, commands)
                     if self._deadly:
-                        check_trials(replica)
+                        check_trials(replica, controller)
 
     def _watch(self, update: StreamUpdate, now: float) -> None:
         stream = self._streams.setdefault((update.request_id, update.sibling), Stream())

@@ -95,6 +95,7 @@ def serve(
         request.params.max_tokens,
         is_prefilled,
         on_trial,
+        is_tried_long=request.is_tried_long,
     )
 
 

@@ -421,7 +421,7 @@ def test_a_request_that_ends_its_replicas_while_on_trial_is_failed_with_their_na
 
 
 @pytest.mark.parametrize("progress_at", [0, 1, 2])
-def test_a_new_token_clears_a_request(progress_at: int) -> None:
+def test_sixteen_new_tokens_clear_a_request(progress_at: int) -> None:
     consumer = make_consumer()
     submissions(consumer)
     num_deaths = num_tokens = 0
@@ -430,15 +430,48 @@ def test_a_new_token_clears_a_request(progress_at: int) -> None:
         num_deaths += 1
         if attempt == progress_at:
             name = StreamName(Q, Attempt(attempt), 0)
-            told = StreamItem(name, num_tokens, (5,), (), 0, None, None)
+            told = StreamItem(name, num_tokens, (5,) * 16, (), 0, None, None)
             consumer.deliver(Delivery(ReplicaId(f"r{attempt}"), LIFE, 1, (told,)), 0.0)
-            num_tokens, num_deaths = 1, 0
+            num_tokens, num_deaths = 16, 0
         updates = lose(consumer, ReplicaId(f"r{attempt}"))
         if num_deaths == 3:
             assert attempt - progress_at == 3
             assert isinstance(updates[0].cause, PoisonedRequestError)
             return
         assert updates == []
+        (request,) = submissions(consumer)
+        assert request.num_deaths == num_deaths
+
+
+def test_a_suspect_that_dies_again_soon_after_a_new_token_stays_one() -> None:
+    """What had been sampled and not handed out comes again before what ended the replica."""
+    consumer = make_consumer()
+    submissions(consumer)
+    for attempt, (num_tokens, num_deaths) in enumerate([(0, 1), (1, 2), (14, 3), (15, 4)]):
+        source = ReplicaId(f"r{attempt}")
+        place(consumer, source, attempt, on_trial=num_tokens == 1)
+        if num_tokens:
+            name, first = StreamName(Q, Attempt(attempt), 0), {1: 0, 14: 1, 15: 15}[num_tokens]
+            told = StreamItem(name, first, (5,) * num_tokens, (), 0, None, None)
+            consumer.deliver(Delivery(source, LIFE, 1, (told,)), 0.0)
+        assert lose(consumer, source) == []
+        (request,) = submissions(consumer)
+        assert request.num_deaths == num_deaths
+
+
+def test_two_deaths_in_a_row_make_a_suspect_of_a_request_that_had_a_few_tokens() -> None:
+    """It may end each replica a little further on."""
+    consumer = make_consumer()
+    submissions(consumer)
+    first = 0
+    for attempt, (num_tokens, num_deaths) in enumerate([(3, 0), (2, 1), (16, 0), (1, 0), (1, 1)]):
+        source = ReplicaId(f"r{attempt}")
+        place(consumer, source, attempt, on_trial=num_tokens == 16)
+        name = StreamName(Q, Attempt(attempt), 0)
+        told = StreamItem(name, first, (5,) * num_tokens, (), 0, None, None)
+        consumer.deliver(Delivery(source, LIFE, 1, (told,)), 0.0)
+        first += num_tokens
+        assert lose(consumer, source) == []
         (request,) = submissions(consumer)
         assert request.num_deaths == num_deaths
 

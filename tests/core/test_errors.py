@@ -60,8 +60,8 @@ EXAMPLES = [
     (RequestFailedError("q1", "NaN logits"), "request q1 failed: NaN logits"),
     (
         PoisonedRequestError("q1", ("r0: killed", "r1: killed")),
-        "request q1 failed: 2 replicas in a row died before it had a new token, the last of them "
-        "with no other suspect: r0: killed; r1: killed",
+        "request q1 failed: 2 replicas in a row died with it, the last of them before it had a new "
+        "token, with no other suspect: r0: killed; r1: killed",
     ),
     (DeploymentError("main", "not found"), "deployment 'main': not found"),
     (ControllerAwayError("main", "no answer"), "deployment 'main': no answer"),

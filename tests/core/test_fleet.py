@@ -1,5 +1,7 @@
 """Whom a controller asks, doubts, gives up and starts again."""
 
+import dataclasses
+
 import pytest
 from controller_driver import (
     R0,
@@ -34,9 +36,11 @@ from rayserve_paged.core.controller_messages import (
     StopReplica,
     TakeDown,
 )
+from rayserve_paged.core.delivered import DeliveredSample
 from rayserve_paged.core.errors import NoReplicaError
 from rayserve_paged.core.ids import ConsumerId, Incarnation
 from rayserve_paged.core.replica_messages import FenceReplica
+from rayserve_paged.core.request import Request
 
 RECOVERY = RecoveryConfig(restart_delay_s=1.0, grace_s=5.0)
 LATE = "it did not register in time"
@@ -331,6 +335,25 @@ def test_a_suspect_is_tried_where_no_other_is() -> None:
     assert not placed.on_trial
     controller.handle(report(R1, prefilled=[suspects[1]]), 0.0)
     assert placement(submit(controller, suspects[2])) == "r1"
+
+
+SEARCH = make_request([0], request_id="q0", beam_width=2)
+BEYOND = dataclasses.replace(
+    make_request([0], request_id="q0"), delivered=(DeliveredSample(0, (7,)),)
+)
+
+
+@pytest.mark.parametrize("request_", [SEARCH, BEYOND], ids=["search", "had tokens before"])
+def test_a_trial_that_a_token_does_not_decide_lasts_to_the_end(request_: Request) -> None:
+    """A search hands none out; whoever ends replicas after a token may be about to."""
+    controller = make_controller(R0)
+    first = with_attempt(request_, 1, num_deaths=1)
+    second = with_attempt(make_request([1], request_id="q1"), 1, num_deaths=1)
+    submit(controller, first)
+    controller.handle(report(R0, with_attempt(first, 0), prefilled=[first]), 0.0)
+    assert "its turn to be tried" in postponement(submit(controller, second))
+    controller.handle(report(R0, first, sequence=1), 0.0)
+    assert placement(submit(controller, second)) == "r0"
 
 
 def test_a_trial_ends_with_the_request() -> None:

@@ -235,6 +235,18 @@ def test_a_trial_is_taken_over_with_its_request() -> None:
     assert placement(submit(controller, third)) == "r0"
 
 
+def test_the_trial_of_a_search_that_is_taken_over_lasts_to_its_end() -> None:
+    controller = make_new_term(R0)
+    search = make_request([1], request_id="q0", beam_width=2)
+    listed = inventory(serve(search, on_trial=True))
+    controller.handle(register(R0, inventory=listed), 0.0)
+    next_one = with_attempt(make_request([5], request_id="x"), 1, num_deaths=1)
+    controller.handle(report(R0, prefilled=[search]), 0.0)
+    assert "its turn to be tried" in postponement(submit(controller, next_one))
+    controller.handle(report(R0, search, sequence=1), 0.0)
+    assert placement(submit(controller, next_one)) == "r0"
+
+
 def test_of_two_suspects_that_a_replica_serves_the_trial_is_that_of_the_first() -> None:
     controller = make_new_term(R0)
     suspects = [make_request([i], request_id=f"q{i}") for i in range(2)]

@@ -54,6 +54,20 @@ def test_a_replica_that_is_left_out_is_given_nothing_whatever_it_has_cached() ->
     assert [placement.num_requests(name) for name in NAMES[:3]] == [0, 1, 0]
 
 
+def test_of_idle_replicas_the_next_is_the_one_that_had_fewer_samples_of_late() -> None:
+    placement = Placement("prefix-aware", BatchConfig())
+    for name in NAMES[:2]:
+        placement.add(name, LIMITS)
+    four = make_request(range(10), 2, request_id="q0", n=4, temperature=1.0)
+    long = make_request(range(20, 70), 2, request_id="q1")
+    for request, expected in ((four, "r0"), (long, "r1")):
+        replica_id = placement.place(request, ())
+        assert replica_id == expected
+        placement.settle(ReplicaId(expected), request.request_id)
+    # Four rows and 10 tokens took more than one row and 50.
+    assert placement.place(make_request([1], 2, request_id="q2"), ()) == "r1"
+
+
 def test_a_request_goes_where_it_fits_whatever_is_cached_elsewhere() -> None:
     placement = Placement("prefix-aware", BatchConfig())
     small = dataclasses.replace(LIMITS, num_blocks=4)

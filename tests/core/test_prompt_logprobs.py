@@ -62,6 +62,17 @@ def test_a_step_scores_what_it_computes_but_the_last_prompt_token() -> None:
     assert seen == [([1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]), ([1], [17])]
 
 
+def test_whoever_enters_the_row_of_a_cancelled_prompt_is_not_scored() -> None:
+    driver = ReplicaDriver(make_limits(max_num_seqs=1), max_num_batched_tokens=4)
+    scored = make_request(range(12), prompt_logprobs=0)
+    driver.submit(scored)
+    driver.step()
+    driver.cancel(scored)
+    driver.run()
+    (stream,) = driver.generate(make_request(range(20, 32), request_id="q1"))
+    assert stream.prompt_logprobs == ()
+
+
 def test_a_prompt_of_one_token_has_no_scores() -> None:
     driver = ReplicaDriver(make_limits())
     (stream,) = driver.generate(make_request([5], prompt_logprobs=3))

@@ -156,14 +156,21 @@ def test_an_inventory_lists_the_requests_that_have_not_ended(driver: ReplicaDriv
     assert inventory.num_reports == len(driver.reports)
 
 
-def test_a_suspect_is_on_trial_until_its_first_token(driver: ReplicaDriver) -> None:
+@pytest.mark.parametrize(
+    ("beam_width", "expected"),
+    [(None, [(True, False), (False, False)]), (2, [(True, True), (True, True)])],
+    ids=["sample", "search"],
+)
+def test_a_suspect_is_on_trial_until_its_reader_may_have_a_token(
+    driver: ReplicaDriver, beam_width: int | None, expected: list[tuple[bool, bool]]
+) -> None:
     told = []
-    driver.submit(suspect(make_request([1], 9, attempt=1)))
+    driver.submit(suspect(make_request([1], 9, attempt=1, beam_width=beam_width)))
     for _ in range(2):
         (inventory,) = inventories(say(driver, 0, AskInventory(1, with_keys=False)))
-        told += [one.on_trial for one in inventory.served]
+        told += [(one.on_trial, one.is_tried_long) for one in inventory.served]
         driver.step()
-    assert told == [True, False]
+    assert told == expected
 
 
 def test_all_keys_stand_for_the_reports_that_were_due(driver: ReplicaDriver) -> None:

@@ -65,6 +65,17 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "what has the default priority is written as no step",
     ),
     Equivalent(
+        "block_retention.BlockRetention.use:fewer-conditions",
+        "not self._low or self._low.isdisjoint(block_ids)",
+        "no blocks are among none, and to look for them takes longer",
+        "(self._low.isdisjoint(block_ids))",
+    ),
+    Equivalent(
+        "step_planner._as_index:other-end",
+        "0",
+        "an array selects what a slice does, which takes longer",
+    ),
+    Equivalent(
         "block_retention.BlockRetention._note:twice",
         "self._due.put(block_id, (steps[0][0],))",
         "what is put again under the key that it has stays as it is",
