@@ -54,6 +54,8 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> Non
     for package in PACKAGES:
         assert f"{package}/__init__.py" in names
         assert f"{package}/py.typed" in names
+    sources = (ROOT / "kernels" / "rayserve_kernels" / "native").iterdir()
+    assert {f"rayserve_kernels/native/{source.name}" for source in sources} <= set(names)
 
 
 def test_the_wheel_names_its_license_and_command(wheel: Path) -> None:

@@ -1,6 +1,8 @@
 """A batch of sequences scattered over a pool, with the same keys and values kept in the clear."""
 
 import dataclasses
+import shutil
+import typing
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,6 +11,8 @@ import torch
 
 from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
 from rayserve_kernels.layout import KVLayout, KVPool
+from rayserve_kernels.native_build import COMPILERS, Width, build_library, widest
+from rayserve_kernels.native_cpu import NativeBackend
 from rayserve_kernels.reference import dense_attention
 
 GARBAGE_BLOCK = 2**31 - 1
@@ -52,6 +56,20 @@ class PagedBatch:
 
     def _with_computed(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
         return list(zip(tensors, self.num_computed, strict=True))
+
+
+@pytest.fixture(scope="session", params=typing.get_args(Width))
+def native(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> NativeBackend:
+    """The native kernel, once for each instruction set that this processor has."""
+    if not any(map(shutil.which, COMPILERS)):
+        pytest.skip("no C++ compiler")
+    widths: tuple[Width, ...] = typing.get_args(Width)
+    width: Width = request.param
+    if widths.index(width) < widths.index(widest()):
+        pytest.skip(f"this processor has no {width}")
+    return NativeBackend(build_library(tmp_path_factory.getbasetemp(), width), width)
 
 
 @pytest.fixture

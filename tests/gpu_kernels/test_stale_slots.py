@@ -13,6 +13,7 @@ from rayserve_kernels.attention import (
     TorchBackend,
 )
 from rayserve_kernels.layout import KVLayout, Order
+from rayserve_kernels.native_cpu import NativeBackend
 
 ORDERS: tuple[Order, ...] = typing.get_args(Order)
 BLOCK_SIZE, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB_SIZE = 16, 4, 2, 16, 50
@@ -45,12 +46,7 @@ def greedy(
     return token_ids, torch.cat(rows)
 
 
-@pytest.mark.parametrize("backend", [TorchBackend(), ReferenceBackend()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("order", ORDERS)
-def test_b62_stale_slots_never_reach_the_output(
-    order: Order, dtype: torch.dtype, backend: AttentionBackend
-) -> None:
+def check(order: Order, dtype: torch.dtype, backend: AttentionBackend) -> None:
     layout = KVLayout(1, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype, order)
     runs = [greedy(backend, layout, poison, 10) for poison in (float("nan"), 1e30, 0.0)]
     token_ids, attended = runs[0]
@@ -59,3 +55,20 @@ def test_b62_stale_slots_never_reach_the_output(
     for other_ids, other_attended in runs[1:]:
         assert other_ids == token_ids
         assert torch.equal(other_attended, attended)
+
+
+@pytest.mark.parametrize("backend", [TorchBackend(), ReferenceBackend()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", ORDERS)
+def test_b62_stale_slots_never_reach_the_output(
+    order: Order, dtype: torch.dtype, backend: AttentionBackend
+) -> None:
+    check(order, dtype, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", ORDERS)
+def test_b62_stale_slots_never_reach_the_output_of_the_native_kernel(
+    order: Order, dtype: torch.dtype, native: NativeBackend
+) -> None:
+    check(order, dtype, native)

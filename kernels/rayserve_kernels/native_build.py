@@ -1,0 +1,109 @@
+"""Builds the native kernels with the system's compiler, once per machine and compiler."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+Width = Literal["avx512", "avx2", "portable"]
+
+COMPILERS: Final = ("c++", "g++", "clang++")
+_SOURCES: Final = Path(__file__).with_name("native")
+_MAIN: Final = _SOURCES / "paged_attention.cpp"
+# Contraction off: what is fused is written down in the source.
+_FLAGS: Final = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
+_WIDTH_FLAGS: Final[dict[Width, tuple[str, ...]]] = {
+    "avx512": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    "avx2": ("-mavx2", "-mfma"),
+    "portable": (),
+}
+# The threads are OpenMP's, since torch has its pool from there: another pool beside it would
+# compete for the cores. Without it the kernel runs on the calling thread.
+_THREAD_FLAGS: Final = (("-fopenmp",), ())
+_BUILD_TIMEOUT_S: Final = 300
+
+
+class BuildError(Exception):
+    """The kernels could not be built; the message is one line."""
+
+
+def widest() -> Width:
+    """Widest instruction set of this processor that the kernels are built for."""
+    known: dict[str, Width] = {"AVX512": "avx512", "AVX2": "avx2"}
+    return known.get(torch.backends.cpu.get_cpu_capability(), "portable")
+
+
+def build_library(cache_dir: Path, width: Width, compilers: tuple[str, ...] = COMPILERS) -> Path:
+    """Build the shared library unless the cache holds it, and return where it lies.
+
+    Its name tells the sources, the compiler and the flags, so that a file that is there is right.
+    Processes that want it at the same time wait for the first of them.
+
+    Args:
+        cache_dir: Created if need be; the library goes to `native` in it.
+        width: Instruction set.
+        compilers: Names or paths; the first that exists is taken.
+
+    Raises:
+        BuildError: No compiler, it fails, or the cache cannot be written.
+    """
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler ({', '.join(compilers)})")
+    flags = (*_FLAGS, *_WIDTH_FLAGS[width])
+    name = f"paged_attention-{width}-{_digest(compiler, flags)}.so"
+    folder = cache_dir / "native"
+    library = folder / name
+    if library.exists():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _compile(compiler, flags, library)
+    except OSError as error:
+        raise BuildError(f"{folder}: {error}") from error
+    return library
+
+
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(_SOURCES.iterdir()):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    digest.update("\n".join((compiler, _run(compiler, "--version"), *flags)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        for thread_flags in _THREAD_FLAGS:
+            try:
+                _run(compiler, *flags, *thread_flags, str(_MAIN), "-o", str(made))
+                break
+            except BuildError:
+                if thread_flags == _THREAD_FLAGS[-1]:
+                    raise
+        # Others see the whole file or none.
+        os.replace(made, library)
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_BUILD_TIMEOUT_S
+        )
+    except subprocess.CalledProcessError as error:
+        lines = str(error.stderr).strip().splitlines() or [f"exit status {error.returncode}"]
+        raise BuildError(f"{command[0]}: {lines[0]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]}: {error}") from error
+    return done.stdout
