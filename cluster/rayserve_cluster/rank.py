@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import torch
 from torch.distributed import Store
 
 from rayserve_cluster.cache_size import (
@@ -18,8 +19,9 @@ from rayserve_cluster.executor import RankZeroExecutor
 from rayserve_cluster.model_runner import ModelRunner
 from rayserve_cluster.step_loop import ReplicaHost
 from rayserve_cluster.tp_group import TpGroup
-from rayserve_kernels.attention import TorchBackend
+from rayserve_kernels.attention import AttentionBackend, TorchBackend
 from rayserve_kernels.layout import KVLayout
+from rayserve_kernels.native_cpu import native_or_torch
 from rayserve_paged.core.attention_window import num_blocks_held
 from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import DeploymentConfig
@@ -38,8 +40,6 @@ from rayserve_paged.model.spec import ModelSpec
 _FIRST_TERM = Term(0)
 
 _HEARTBEATS_PER_TIMEOUT = 4
-NUMERICS = "default"
-"""Class of kernels and reduction orders whose KV may be mixed: all there are, so far."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ def start_rank(
     device = group.device
     source = resolve_model(config.model.model, user_cache_dir())
     max_model_len = _max_model_len(config, source.spec.max_model_len)
-    model = build_model(source, config.model.dtype, group, TorchBackend(), device)
+    backend = _backend(device)
+    model = build_model(source, config.model.dtype, group, backend, device)
     layout = model.kv_layout(config.cache.block_size)
     windows = tuple(group.window for group in source.spec.layer_groups)
     available_bytes = available_memory(device) // num_ranks_here
@@ -119,7 +120,7 @@ def start_rank(
         layer_groups=windows,
         max_pinned_blocks=int(num_blocks * config.cache.max_pinned_share),
     )
-    return Rank(group, runner, limits, _scope(config, source.spec, layout))
+    return Rank(group, runner, limits, _scope(config, source.spec, layout, backend))
 
 
 def host_replica(
@@ -163,12 +164,18 @@ def host_replica(
     )
 
 
-def _scope(config: DeploymentConfig, spec: ModelSpec, layout: KVLayout) -> BlockScope:
+def _backend(device: torch.device) -> AttentionBackend:
+    return native_or_torch(user_cache_dir()) if device.type == "cpu" else TorchBackend()
+
+
+def _scope(
+    config: DeploymentConfig, spec: ModelSpec, layout: KVLayout, backend: AttentionBackend
+) -> BlockScope:
     return BlockScope(
         model_fingerprint=spec.fingerprint,
         dtype=config.model.dtype,
         kv_dtype=str(layout.dtype).removeprefix("torch."),
-        numerics=NUMERICS,
+        numerics=backend.numerics,
         # Rotary parameters are part of the model's fingerprint, and so are its layers' windows;
         # that of a request is part of its own scope.
         positions="from 0, kept behind a window",

@@ -191,7 +191,13 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Runs attention over a paged pool. Implementations keep no state between calls."""
+    """Runs attention over a paged pool. Implementations keep no state between calls.
+
+    Attributes:
+        numerics: Name of the class of implementations whose results may be mixed.
+    """
+
+    numerics: str
 
     def write(
         self,
@@ -244,6 +250,8 @@ class AttentionBackend(Protocol):
 
 class TorchBackend:
     """Gather and SDPA, sequence by sequence: what runs where no faster kernel does."""
+
+    numerics = "default"
 
     def write(
         self,
@@ -299,6 +307,8 @@ class ReferenceBackend:
     Args:
         compute_dtype: What attention is computed in and answered in; None for the queries' own.
     """
+
+    numerics = "reference"
 
     def __init__(self, compute_dtype: torch.dtype | None = None) -> None:
         self._compute_dtype = compute_dtype

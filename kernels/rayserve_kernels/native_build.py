@@ -53,9 +53,7 @@ def build_library(cache_dir: Path, width: Width, compilers: tuple[str, ...] = CO
     Raises:
         BuildError: No compiler, it fails, or the cache cannot be written.
     """
-    compiler = next(filter(None, map(shutil.which, compilers)), None)
-    if compiler is None:
-        raise BuildError(f"no C++ compiler ({', '.join(compilers)})")
+    compiler = _find(compilers)
     flags = (*_FLAGS, *_WIDTH_FLAGS[width])
     name = f"paged_attention-{width}-{_digest(compiler, flags)}.so"
     folder = cache_dir / "native"
@@ -71,6 +69,22 @@ def build_library(cache_dir: Path, width: Width, compilers: tuple[str, ...] = CO
     except OSError as error:
         raise BuildError(f"{folder}: {error}") from error
     return library
+
+
+def compiler_version(compilers: tuple[str, ...] = COMPILERS) -> str:
+    """First line of what the compiler says of itself.
+
+    Raises:
+        BuildError: No compiler, or it fails.
+    """
+    return _run(_find(compilers), "--version").partition("\n")[0]
+
+
+def _find(compilers: tuple[str, ...]) -> str:
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler ({', '.join(compilers)})")
+    return compiler
 
 
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import logging
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 _DTYPES: Final = (torch.float32, torch.bfloat16)
 _BAD_TABLE: Final = 2
 _NO_MEMORY: Final = 3
+_choosing = threading.Lock()
 
 
 class _Arguments(ctypes.Structure):
@@ -124,7 +126,9 @@ def native_or_torch(
         width: Instruction set; None for the widest of this processor.
         compilers: As `native_build.build_library`.
     """
-    return _choose(cache_dir, widest() if width is None else width, compilers)
+    # Ranks may be threads, and one of them is to build and to complain.
+    with _choosing:
+        return _choose(cache_dir, widest() if width is None else width, compilers)
 
 
 @functools.cache
