@@ -88,16 +88,20 @@ class Attention {
     // Queries, outputs of a split, outputs of all; a tile of keys and of values; a row of zeros.
     const int64_t floats = rounded_up(
         rows * (3 * width + kTile + 5) + (2 * kTile + 1) * width, 64);
-    std::vector<float> scratch(num_threads * floats);
-    parts.resize(num_parts * group * (width + 2));
+    // Kept from call to call: fresh pages would cost more than a small step.
+    static thread_local std::vector<float> kept;
+    const size_t num_kept = num_threads * floats + num_parts * group * (width + 2);
+    if (kept.size() < num_kept) kept.resize(num_kept);
+    float* scratch = kept.data();
+    parts = scratch + num_threads * floats;
     std::atomic<bool> is_bad{false};
     const int64_t num_tasks = tasks.size(), num_joined = joined.size();
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
 #if defined(_OPENMP)
-      float* own = scratch.data() + omp_get_thread_num() * floats;
+      float* own = scratch + omp_get_thread_num() * floats;
 #else
-      float* own = scratch.data();
+      float* own = scratch;
 #endif
       const Scratch mine(own, rows, width);
 #pragma omp for schedule(dynamic, 1)
@@ -169,16 +173,36 @@ class Attention {
     for (int64_t split = task.first_split; split < task.end_split; split++) {
       Rows rows = rows_over(mine, count, mine.outputs, mine.largest, mine.total);
       if (task.part >= 0) {
-        float* part = parts.data() + task.part * group * (width + 2);
+        float* part = parts + task.part * group * (width + 2);
         rows = rows_over(mine, count, part, part + group * width, part + group * (width + 1));
       }
       clear(rows);
-      const int64_t end = std::min((split + 1) * kSplit, sight.last + 1);
-      for (int64_t begin = split * kSplit; begin < end; begin += kTile)
-        if (sight.sees_some(begin) && !add_tile(task, sight, rows, begin, mine)) return false;
+      if (!add_split(task, sight, rows, split, mine)) return false;
       if (task.part < 0) merge(sums, rows.outputs, rows.largest, rows.total);
     }
     if (task.part < 0) finish(task, sums);
+    return true;
+  }
+
+  // False where the table names a block that is none. While a tile is computed, the next one is
+  // on its way from memory: blocks are too short for the processor to foresee it.
+  bool add_split(
+      const Task& task, const Sight& sight, const Rows& rows, int64_t split, const Scratch& mine) {
+    const int64_t end = std::min((split + 1) * kSplit, sight.last + 1);
+    const auto seen_from = [&](int64_t begin) {
+      while (begin < end && !sight.sees_some(begin)) begin += kTile;
+      return begin;
+    };
+    Slots slots[2];
+    int64_t begin = seen_from(split * kSplit);
+    if (begin < end) find_slots(task, sight, begin, slots[0]);
+    for (int turn = 0; begin < end; turn = 1 - turn) {
+      const int64_t next = seen_from(begin + kTile);
+      if (next < end) find_slots(task, sight, next, slots[1 - turn]);
+      if (!slots[turn].is_good) return false;
+      add_tile(sight, rows, begin, slots[turn], next < end ? &slots[1 - turn] : nullptr, mine);
+      begin = next;
+    }
     return true;
   }
 
@@ -186,7 +210,7 @@ class Attention {
     Rows sums = rows_over(mine, group, mine.sums, mine.sums_largest, mine.sums_total);
     clear(sums);
     for (int64_t split = task.first_split; split < task.end_split; split++) {
-      const float* part = parts.data() + (task.part + split) * group * (width + 2);
+      const float* part = parts + (task.part + split) * group * (width + 2);
       merge(sums, part, part + group * width, part + group * (width + 1));
     }
     finish(task, sums);
@@ -239,21 +263,28 @@ class Attention {
       }
   }
 
-  // Of the tile from position `begin` on. False where the table names a block that is none.
-  bool add_tile(
-      const Task& task, const Sight& sight, const Rows& rows, int64_t begin, const Scratch& mine) {
+  // Where each position's key and value of a tile lie; null for one that no query of the task sees.
+  struct Slots {
+    bool is_good;  // Whether the table names a block for each.
+    int num;       // Positions up to the task's last.
     const T* keys[kTile];
     const T* values[kTile];
-    const int num = std::min<int64_t>(kTile, sight.last + 1 - begin);
-    if (!find_slots(task, sight, begin, num, keys, values)) return false;
+  };
+
+  void add_tile(
+      const Sight& sight, const Rows& rows, int64_t begin, Slots& slots, const Slots* next,
+      const Scratch& mine) const {
+    const int num = slots.num;
+    const T** keys = slots.keys;
+    const T** values = slots.values;
     const bool is_direct = a.head_dim == width && a.part_dim == a.head_dim
                            && (sizeof(T) == sizeof(float) || rows.count < kRowsToUnpack);
     if (is_direct) {
       const T* zeros = reinterpret_cast<const T*>(mine.zeros);
       for (int i = 0; i < kTile; i++)
         if (i >= num || keys[i] == nullptr) keys[i] = values[i] = zeros;
-      attend(sight, rows, begin, keys, values, num);
-      return true;
+      attend(sight, rows, begin, keys, values, num, next);
+      return;
     }
     const float* wide_keys[kTile];
     const float* wide_values[kTile];
@@ -264,29 +295,27 @@ class Attention {
       wide_values[i] = is_seen ? widen(mine.values + i * width, values[i], a.head_dim, 0)
                                : mine.zeros;
     }
-    attend(sight, rows, begin, wide_keys, wide_values, num);
-    return true;
+    attend(sight, rows, begin, wide_keys, wide_values, num, nullptr);
   }
 
-  // Where each position's key and value lie; null for one that no query of the task sees.
-  bool find_slots(
-      const Task& task, const Sight& sight, int64_t begin, int num, const T** keys,
-      const T** values) const {
+  void find_slots(const Task& task, const Sight& sight, int64_t begin, Slots& slots) const {
+    slots.is_good = false;
+    slots.num = std::min<int64_t>(kTile, sight.last + 1 - begin);
     const int32_t* table = a.block_tables + task.sequence * a.table_width;
     const T* all_keys = static_cast<const T*>(a.keys) + task.kv_head * a.key_head;
     const T* all_values = static_cast<const T*>(a.values) + task.kv_head * a.value_head;
     int64_t place = begin / a.block_size, offset = begin % a.block_size;
-    for (int i = 0; i < num; i++, offset++) {
+    for (int i = 0; i < slots.num; i++, offset++) {
       if (offset == a.block_size) place++, offset = 0;
-      keys[i] = values[i] = nullptr;
+      slots.keys[i] = slots.values[i] = nullptr;
       if (!sight.sees(begin + i)) continue;
-      if (place >= a.table_width) return false;
+      if (place >= a.table_width) return;
       const int64_t block_id = table[place];
-      if (block_id < 0 || block_id >= a.num_blocks) return false;
-      keys[i] = all_keys + block_id * a.key_block + offset * a.key_slot;
-      values[i] = all_values + block_id * a.value_block + offset * a.value_slot;
+      if (block_id < 0 || block_id >= a.num_blocks) return;
+      slots.keys[i] = all_keys + block_id * a.key_block + offset * a.key_slot;
+      slots.values[i] = all_values + block_id * a.value_block + offset * a.value_slot;
     }
-    return true;
+    slots.is_good = true;
   }
 
   const float* widen(float* to, const T* from, int64_t part_dim, int64_t part_stride) const {
@@ -302,15 +331,25 @@ class Attention {
   template <typename S>
   void attend(
       const Sight& sight, const Rows& rows, int64_t begin, const S* const* keys,
-      const S* const* values, int num) const {
+      const S* const* values, int num, const Slots* next) const {
+    if (next != nullptr && next->is_good) fetch(next->keys, next->num);
     const int num_scored = rounded_up(num, 4);
     for (int r = 0; r < rows.count; r += kRowsAtOnce)
       score_all<S, kRowsAtOnce>(rows, r, keys, num_scored);
     for (int r = 0; r < rows.count; r++)
       hide(sight, rows.scores + r * kTile, sight.first + r / group, begin);
     weigh(rows);
+    if (next != nullptr && next->is_good) fetch(next->values, next->num);
     for (int r = 0; r < rows.count; r += kRowsAtOnce)
       add_up<S, kRowsAtOnce>(rows, r, values, num);
+  }
+
+  void fetch(const T* const* vectors, int num) const {
+    for (int i = 0; i < num; i++) {
+      if (vectors[i] == nullptr) continue;
+      const char* vector = reinterpret_cast<const char*>(vectors[i]);
+      for (size_t at = 0; at < a.head_dim * sizeof(T); at += 64) __builtin_prefetch(vector + at, 0, 2);
+    }
   }
 
   // Mark what the query at position `query` does not see of the tile.
@@ -330,7 +369,7 @@ class Attention {
   const int64_t num_threads;
   std::vector<Task> tasks;
   std::vector<Task> joined;  // Those whose splits are tasks of their own.
-  std::vector<float> parts;
+  float* parts = nullptr;
   int64_t num_parts = 0;
 };
 
