@@ -1,0 +1,45 @@
+"""The native kernel under the address and undefined-behaviour sanitizers."""
+
+import shutil
+import subprocess
+import typing
+from pathlib import Path
+
+import pytest
+
+from rayserve_kernels import native_build
+from rayserve_kernels.native_build import COMPILERS, Width, widest
+
+DRIVER = Path(__file__).with_name("native") / "driver.cpp"
+SOURCES = Path(native_build.__file__).with_name("native")
+WIDTH_FLAGS: dict[Width, list[str]] = {
+    "avx512": ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+    "avx2": ["-mavx2", "-mfma"],
+    "portable": [],
+}
+
+
+def build(compiler: str, folder: Path, source: Path, *flags: str) -> subprocess.CompletedProcess:
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    command = [compiler, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *sanitizers]
+    command += [*flags, f"-I{SOURCES}", str(source), "-o", str(folder / "driver")]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", typing.get_args(Width))
+def test_the_native_kernel_touches_no_memory_but_its_own(tmp_path: Path, width: Width) -> None:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    widths: tuple[Width, ...] = typing.get_args(Width)
+    if widths.index(width) < widths.index(widest()):
+        pytest.skip(f"this processor has no {width}")
+    trial = tmp_path / "trial.cpp"
+    trial.write_text("int main() {}\n")
+    if build(compiler, tmp_path, trial, "-fopenmp").returncode:
+        pytest.skip("no OpenMP, or no sanitizers")
+    built = build(compiler, tmp_path, DRIVER, "-fopenmp", *WIDTH_FLAGS[width])
+    assert (built.returncode, built.stderr) == (0, "")
+    done = subprocess.run([tmp_path / "driver"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all right\n", "")
