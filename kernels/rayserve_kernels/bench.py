@@ -1,0 +1,227 @@
+"""How fast decoding attends on this CPU: the native kernel beside what torch has, and a plain read.
+
+`python -m rayserve_kernels.bench [--json]`. All run in turn, layer after layer over more memory
+than caches hold, and the ratios are of medians.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from rayserve_kernels.attention import AttentionBackend, AttentionMetadata, TorchBackend
+from rayserve_kernels.layout import KVLayout, KVPool, Order
+from rayserve_kernels.native_build import Width, build_library, compiler_version, widest
+from rayserve_kernels.native_cpu import NativeBackend
+
+_BLOCK_SIZE = 16
+_MIN_BYTES = 256 << 20
+_CONTEXT = 1024
+_BATCH_SIZES = (8, 32)
+_HEADS = ((9, 3, 64), (32, 8, 128))
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step of decoding: a query for each sequence, all of one length."""
+
+    dtype: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    batch_size: int
+    num_tokens: int = _CONTEXT
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that the step must read in each layer."""
+        elements = self.batch_size * self.num_tokens * self.num_kv_heads * self.head_dim
+        return 2 * elements * _DTYPES[self.dtype].itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Medians of one case, in microseconds, and their ratios: more is better for `native`."""
+
+    case: Case
+    native_us: float
+    sdpa_us: float
+    gather_us: float
+    read_us: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it is printed."""
+        return {
+            **dataclasses.asdict(self.case),
+            "native_us": round(self.native_us, 1),
+            "contiguous_sdpa_us": round(self.sdpa_us, 1),
+            "gather_sdpa_us": round(self.gather_us, 1),
+            "read_us": round(self.read_us, 1),
+            "over_contiguous_sdpa": round(self.sdpa_us / self.native_us, 2),
+            "over_gather_sdpa": round(self.gather_us / self.native_us, 2),
+            "share_of_read_rate": round(self.read_us / self.native_us, 2),
+            "native_gb_per_s": round(self.case.kv_bytes / self.native_us / 1000, 2),
+        }
+
+
+def all_cases() -> Iterator[Case]:
+    """The cases of a run."""
+    for dtype in _DTYPES:
+        for heads in _HEADS:
+            for batch_size in _BATCH_SIZES:
+                yield Case(dtype, *heads, batch_size)
+
+
+def measure(
+    case: Case,
+    backend: AttentionBackend,
+    order: Order,
+    num_rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Figures:
+    """Time one case.
+
+    Args:
+        case: The case.
+        backend: The native kernel.
+        order: Of the pool.
+        num_rounds: Samples of each contestant.
+        clock: Seconds.
+    """
+    dtype = _DTYPES[case.dtype]
+    num_layers = max(2, -(-_MIN_BYTES // case.kv_bytes))
+    pool, metadata = _pool(case, order, num_layers)
+    generator = torch.Generator().manual_seed(1)
+    queries = torch.randn(case.batch_size, case.num_q_heads, case.head_dim, generator=generator).to(
+        dtype
+    )
+    shape = (num_layers, 2, case.batch_size, case.num_kv_heads, case.num_tokens, case.head_dim)
+    contiguous = torch.full(shape, 0.5, dtype=dtype)
+    words = contiguous.flatten(1).view(torch.int64)
+    grouped = queries.unflatten(1, (case.num_kv_heads, -1))
+    scale = case.head_dim**-0.5
+    plain = TorchBackend()
+
+    def sdpa(layer: int) -> torch.Tensor:
+        keys, values = contiguous[layer]
+        return F.scaled_dot_product_attention(grouped, keys, values, scale=scale)
+
+    contestants: tuple[Callable[[int], torch.Tensor], ...] = (
+        lambda layer: backend.attend(pool, layer, queries, metadata, scale),
+        sdpa,
+        lambda layer: plain.attend(pool, layer, queries, metadata, scale),
+        lambda layer: words[layer].sum(),
+    )
+    with torch.inference_mode():
+        return Figures(case, *_medians_us(contestants, num_layers, num_rounds, clock))
+
+
+def _pool(case: Case, order: Order, num_layers: int) -> tuple[KVPool, AttentionMetadata]:
+    """A pool of scattered blocks, all written, and the step."""
+    blocks_per_sequence = -(-case.num_tokens // _BLOCK_SIZE)
+    num_blocks = case.batch_size * blocks_per_sequence
+    layout = KVLayout(
+        num_layers, case.num_kv_heads, _BLOCK_SIZE, case.head_dim, _DTYPES[case.dtype], order
+    )
+    pool = layout.allocate(num_blocks)
+    pool.payload.view(layout.dtype).fill_(0.5)
+    tables = np.random.default_rng(2).permutation(num_blocks).astype(np.int32)
+    metadata = AttentionMetadata.for_step(
+        tables.reshape(case.batch_size, -1),
+        [case.num_tokens - 1] * case.batch_size,
+        [1] * case.batch_size,
+        _BLOCK_SIZE,
+    )
+    return pool, metadata
+
+
+def _medians_us(
+    contestants: tuple[Callable[[int], torch.Tensor], ...],
+    num_layers: int,
+    num_rounds: int,
+    clock: Callable[[], float],
+) -> list[float]:
+    """Median of each; they take turns, so that what else the machine does strikes all alike."""
+    times: list[list[float]] = [[] for _ in contestants]
+    for round_index in range(num_rounds + 1):
+        layer = round_index % num_layers
+        for contestant, own in zip(contestants, times, strict=True):
+            start = clock()
+            contestant(layer)
+            own.append((clock() - start) * 1e6)
+    # The first round warms up.
+    return [statistics.median(own[1:]) for own in times]
+
+
+def machine(width: Width) -> dict[str, Any]:
+    """What the figures hold for."""
+    return {
+        "processor": _processor(),
+        "instruction_set": width,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "compiler": compiler_version(),
+    }
+
+
+def _settings(chosen: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(chosen, name) for name in ("order", "rounds", "cpu_time")}
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def main() -> None:
+    """Run the cases and print them."""
+    parser = argparse.ArgumentParser(prog="python -m rayserve_kernels.bench", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--rounds", type=int, default=30, help="samples of each")
+    parser.add_argument("--threads", type=int, help="torch's own number if not given")
+    parser.add_argument("--order", choices=("block_major", "hnd", "nhd"), default="block_major")
+    parser.add_argument("--width", choices=("avx512", "avx2", "portable"), default=widest())
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="one thread, and the time that it runs: for a machine that others use",
+    )
+    chosen = parser.parse_args()
+    if chosen.cpu_time:
+        chosen.threads = 1
+    clock = time.thread_time if chosen.cpu_time else time.perf_counter
+    if chosen.threads is not None:
+        torch.set_num_threads(chosen.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        backend = NativeBackend(build_library(Path(folder), chosen.width), chosen.width)
+        about = {**machine(chosen.width), **_settings(chosen)}
+        results = []
+        for case in all_cases():
+            figures = measure(case, backend, chosen.order, chosen.rounds, clock)
+            results.append(figures.as_dict())
+            if not chosen.json:
+                print(*(f"{name}={value}" for name, value in results[-1].items()), flush=True)
+        if chosen.json:
+            json.dump({"machine": about, "cases": results}, sys.stdout, indent=1)
+            print()
+        else:
+            print(*(f"{name}={value}" for name, value in about.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
