@@ -51,8 +51,9 @@ def forget_results(path: Path) -> None:
         path: Of the module, relative to the package's parent.
     """
     for member in _members(loaded(path)):
-        if hasattr(member, "cache_clear"):
-            member.cache_clear()
+        forget = getattr(member, "cache_clear", None)
+        if forget is not None:
+            forget()
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
