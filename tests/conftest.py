@@ -1,5 +1,7 @@
 """Order of the suite, and property tests that draw the same cases on every run."""
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +18,14 @@ hypothesis.settings.register_profile(
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interrupts_are_heard() -> Iterator[None]:
+    """A shell that starts something in the background lets it ignore them, and its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
