@@ -32,6 +32,16 @@ async def serve_and_cancel(shell: RayShell) -> int:
     return sum(len(tokens(updates)) for updates in streams)
 
 
+def seen_by_replicas(folder: Path) -> set[type]:
+    """The kinds of events that replicas have logged so far."""
+    return {
+        type(entry.event.event)
+        for path in log_files(folder)
+        for entry in read_log(path)
+        if isinstance(entry, LoggedEvent) and isinstance(entry.event, ControllerMessage)
+    }
+
+
 def test_a_live_run_and_a_killed_replica_replay_command_for_command(
     cluster: str,
     tmp_path: Path,
@@ -45,6 +55,7 @@ def test_a_live_run_and_a_killed_replica_replay_command_for_command(
     shell = RayShell(config, cluster)
     try:
         assert asyncio.run(serve_and_cancel(shell)) == 120
+        wait_for(lambda: CancelRequest in seen_by_replicas(folder), "the cancel is on its replica")
         victim = asyncio.run(shell.stats()).ranks[0]
         os.kill(victim.pid, signal.SIGKILL)
         wait_for(lambda: not is_running(victim.pid), "the killed rank is gone")

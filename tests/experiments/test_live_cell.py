@@ -43,7 +43,8 @@ def test_a_live_run_serves_what_a_simulated_one_does_and_has_its_columns(tmp_pat
 def test_requests_come_live_when_the_workload_says(tmp_path: Path) -> None:
     live, simulated = both(tmp_path)
     late = live.requests["arrival_s"] - simulated.requests["arrival_s"]
-    assert (late >= 0).all()
+    # The clock of an event loop may ring earlier by its resolution.
+    assert (late > -1e-6).all()
     assert live.requests["arrival_s"].is_sorted()
 
 
