@@ -196,7 +196,14 @@ def _cases(first: int, last: int, plan: Path | None, requests: str | None) -> "I
         case = draw_case(seed)
         if given is not None:
             case = with_plan(case, given)
-        yield case if numbers is None else with_requests(case, numbers)
+        if numbers is not None:
+            known = [one.number for one in case.requests]
+            for number in numbers:
+                if number not in known:
+                    accepted = f"numbers of requests of seed {seed}: {', '.join(map(str, known))}"
+                    raise InvalidInputError("--requests", number, accepted)
+            case = with_requests(case, numbers)
+        yield case
 
 
 def _read_plan(path: Path) -> "FaultPlan":

@@ -119,6 +119,8 @@ def simulate(
     )
     changes = TraceChanges(time_scale=time_scale, sample=sample, repeat=repeat, limit=limit)
     workload = open_workload(trace, block_size, seed, changes, skip_invalid=skip_invalid)
+    if log is not None and log.exists() and trace.exists() and log.samefile(trace):
+        raise InvalidInputError("--log", str(log), "another file than the trace")
     figures = _run(spec, workload.requests, log)
     if as_json:
         head = {
@@ -159,9 +161,13 @@ def _run(spec: "ClusterSpec", requests: "Iterator[SimRequest]", log: Path | None
         "wall_s": wall_s,
         "cpu_s": cpu_s,
         "events_per_s": report.num_events / wall_s,
-        "us_per_output_token": wall_s / max(1, report.num_output_tokens) * 1e6,
+        "us_per_output_token": _per_token_us(wall_s, report.num_output_tokens),
         "peak_memory_mb": _peak_memory_mb(),
     }
+
+
+def _per_token_us(seconds: float, num_tokens: int) -> float | None:
+    return seconds / num_tokens * 1e6 if num_tokens else None
 
 
 def _peak_memory_mb() -> float:

@@ -61,6 +61,8 @@ def describe_cluster(
     shape = _named("model_shape", model_shape, MODEL_SHAPES)
     if block_size < 1:
         raise InvalidInputError("block_size", block_size, "at least 1 slot")
+    if num_blocks is not None and num_blocks < 1:
+        raise InvalidInputError("num_blocks", num_blocks, "at least 1 block, or none for what fits")
     cost: CostModel = RooflineCost(
         gpu=chosen, shape=shape, tensor_parallel_size=tensor_parallel_size
     )

@@ -28,7 +28,7 @@ def summarize(report: SimReport) -> dict[str, float | int | Figures | None]:
         "num_prompt_tokens": int(requests.num_prompt_tokens.sum()),
         "num_output_tokens": report.num_output_tokens,
         "output_tokens_per_s": report.output_tokens_per_s,
-        "requests_per_s": num_ended / span_s if span_s else 0.0,
+        "requests_per_s": int(ended_well.sum()) / span_s if span_s else 0.0,
         "token_hit_rate": report.token_hit_rate,
         "ttft_s": _distribution(requests.ttft_s),
         "itl_s": itl,

@@ -51,6 +51,7 @@ def test_a_plan_of_ones_own_and_some_of_the_requests(tmp_path: Path) -> None:
         (["--simulate", "--seeds", "-1"], "--seeds='-1'"),
         (["--simulate", "--seeds", "1", "--jobs", "0"], "--jobs=0"),
         (["--simulate", "--seeds", "1", "--requests", "a"], "--requests='a'"),
+        (["--simulate", "--seeds", "1", "--requests", "0,99"], "--requests=99"),
         (["--simulate", "--seeds", "1", "--plan", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )

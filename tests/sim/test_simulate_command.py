@@ -83,6 +83,9 @@ def test_the_log_holds_every_event_and_the_table_the_same_figures(
         (("--consumers", "0"), "num_consumers=0"),
         (("--profile", "none.json"), "profile="),
         (("--log", "/nowhere/log"), "--log="),
+        (("--log", str(TRACE)), "--log="),
+        (("--num-blocks", "0"), "num_blocks=0"),
+        (("--num-blocks", "-1"), "num_blocks=-1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
