@@ -15,7 +15,6 @@ from rayserve_kernels.attention import (
     TorchBackend,
     check_attend,
 )
-from rayserve_kernels.cache_write import write_kv
 from rayserve_kernels.layout import KVPool
 from rayserve_kernels.native_build import COMPILERS, BuildError, Width, build_library, widest
 
@@ -49,7 +48,7 @@ class _Arguments(ctypes.Structure):
     )
 
 
-class NativeBackend:
+class NativeBackend(TorchBackend):
     """The native kernel for fp32 and bf16 on CPUs; what it does not take, torch computes.
 
     The bits of a sequence's result depend on the instruction set, and on nothing else: neither on
@@ -70,18 +69,6 @@ class NativeBackend:
     def __init__(self, library: Path, width: Width) -> None:
         self.numerics = f"native-{width}"
         self._attend = ctypes.CDLL(str(library)).rayserve_attend
-        self._torch = TorchBackend()
-
-    def write(
-        self,
-        pool: KVPool,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> None:
-        """As `AttentionBackend.write`."""
-        write_kv(pool, layer, keys, values, metadata.slot_mapping)
 
     def attend(
         self,
@@ -98,7 +85,7 @@ class NativeBackend:
             MemoryError: No memory for the threads' scratch space.
         """
         if pool.layout.dtype not in _DTYPES or pool.device.type != "cpu":
-            return self._torch.attend(pool, layer, queries, metadata, scale)
+            return super().attend(pool, layer, queries, metadata, scale)
         check_attend(pool, queries, metadata)
         # Whatever the kernel follows must make sense; worked out once a step.
         _ = metadata.spans

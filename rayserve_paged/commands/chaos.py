@@ -197,13 +197,17 @@ def _cases(first: int, last: int, plan: Path | None, requests: str | None) -> "I
         if given is not None:
             case = with_plan(case, given)
         if numbers is not None:
-            known = [one.number for one in case.requests]
-            for number in numbers:
-                if number not in known:
-                    accepted = f"numbers of requests of seed {seed}: {', '.join(map(str, known))}"
-                    raise InvalidInputError("--requests", number, accepted)
+            _check_numbers(case, numbers)
             case = with_requests(case, numbers)
         yield case
+
+
+def _check_numbers(case: "ChaosCase", numbers: "Sequence[int]") -> None:
+    known = [one.number for one in case.requests]
+    for number in numbers:
+        if number not in known:
+            accepted = f"numbers of requests of seed {case.seed}: {', '.join(map(str, known))}"
+            raise InvalidInputError("--requests", number, accepted)
 
 
 def _read_plan(path: Path) -> "FaultPlan":

@@ -119,7 +119,7 @@ def simulate(
     )
     changes = TraceChanges(time_scale=time_scale, sample=sample, repeat=repeat, limit=limit)
     workload = open_workload(trace, block_size, seed, changes, skip_invalid=skip_invalid)
-    if log is not None and log.exists() and trace.exists() and log.samefile(trace):
+    if log is not None and log.exists() and log.samefile(trace):
         raise InvalidInputError("--log", str(log), "another file than the trace")
     figures = _run(spec, workload.requests, log)
     if as_json:

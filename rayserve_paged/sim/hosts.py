@@ -133,24 +133,17 @@ class ReplicaHost:
     @property
     def totals(self) -> Totals:
         """What it and the lives before it did; one that is cut off still does more."""
-        totals = Totals()
-        lives: list[ReplicaHost] = []
-        life: ReplicaHost | None = self
-        while life is not None:
-            lives.append(life)
-            life = life._before
-        for life in reversed(lives):
-            executor, batcher = life.executor, life.replica.batcher
-            totals = Totals(
-                totals.num_plans + executor.num_plans,
-                totals.num_steps + executor.num_steps,
-                totals.busy_s + executor.busy_s,
-                totals.num_queried_tokens + batcher.num_queried_tokens,
-                totals.num_hit_tokens + batcher.num_hit_tokens,
-                totals.num_preemptions + batcher.num_preemptions,
-                totals.num_computed_tokens + executor.num_computed_tokens,
-            )
-        return totals
+        executor, batcher = self.executor, self.replica.batcher
+        before = Totals() if self._before is None else self._before.totals
+        return Totals(
+            before.num_plans + executor.num_plans,
+            before.num_steps + executor.num_steps,
+            before.busy_s + executor.busy_s,
+            before.num_queried_tokens + batcher.num_queried_tokens,
+            before.num_hit_tokens + batcher.num_hit_tokens,
+            before.num_preemptions + batcher.num_preemptions,
+            before.num_computed_tokens + executor.num_computed_tokens,
+        )
 
     def take(self, event: ReplicaEvent) -> None:
         """Take in a message that has come."""

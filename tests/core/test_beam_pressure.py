@@ -173,19 +173,24 @@ def test_the_blocks_that_beams_need_to_enter_are_those_that_they_then_take(
     assert search.num_blocks_to_enter == 0
 
 
-@pytest.mark.parametrize("num_available", [6, 7])
-def test_a_search_that_gave_way_starts_where_there_are_blocks_for_all_of_its_beams(
-    num_available: int,
-) -> None:
-    limits = make_limits(num_blocks=16, vocab_size=31)
+def run_that_lost_a_search(num_blocks: int) -> tuple[BatcherDriver, BeamGroup]:
+    """A search of three beams has given way; of its 13 tokens the first one needs 4 blocks."""
+    limits = make_limits(num_blocks, vocab_size=31)
     run = BatcherDriver(make_request(range(2, 9), 20, n=3, beam_width=3), limits)
     search = run.first.beam
     assert search is not None
     for _ in range(6):
         run.step()
     preempt_and_lose(run, search)
-    # Of 13 tokens the first beam needs 4 blocks.
     assert (search.first.num_known, search.num_blocks_to_enter) == (13, 3)
+    return run, search
+
+
+@pytest.mark.parametrize("num_available", [6, 7])
+def test_a_search_that_gave_way_starts_where_there_are_blocks_for_all_of_its_beams(
+    num_available: int,
+) -> None:
+    run, search = run_that_lost_a_search(num_blocks=16)
     assert run.kv.grow(run.kv.open(()), 4 * (16 - num_available)) is not None
     assert (run.batcher.plan_step() is not None) == (num_available == 7)
     assert search.first.phase is (Phase.RUNNING if num_available == 7 else Phase.WAITING)
@@ -197,14 +202,8 @@ def test_nobody_starts_on_the_blocks_of_beams_that_are_yet_to_enter(num_spare: i
     num_blocks = 4 + 3
     # Another one needs 2, and leaves one for each of the three.
     num_blocks += 2 + 3 - 1 + num_spare
+    run, search = run_that_lost_a_search(num_blocks)
     limits = make_limits(num_blocks, vocab_size=31)
-    run = BatcherDriver(make_request(range(2, 9), 20, n=3, beam_width=3), limits)
-    search = run.first.beam
-    assert search is not None
-    for _ in range(6):
-        run.step()
-    preempt_and_lose(run, search)
-    assert (search.first.num_known, search.num_blocks_to_enter) == (13, 3)
     request = make_request([30] * 5, 4, request_id="other")
     scope = make_scope()
     (other,) = begin(request, prompt_keys(request, scope), scope.root(), 1, limits)

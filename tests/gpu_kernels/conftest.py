@@ -59,16 +59,20 @@ class PagedBatch:
 
 
 @pytest.fixture(scope="session", params=typing.get_args(Width))
-def native(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> NativeBackend:
-    """The native kernel, once for each instruction set that this processor has."""
+def width(request: pytest.FixtureRequest) -> Width:
+    """Each instruction set that this processor has, where there is a compiler."""
     if not any(map(shutil.which, COMPILERS)):
         pytest.skip("no C++ compiler")
     widths: tuple[Width, ...] = typing.get_args(Width)
     width: Width = request.param
     if widths.index(width) < widths.index(widest()):
         pytest.skip(f"this processor has no {width}")
+    return width
+
+
+@pytest.fixture(scope="session")
+def native(width: Width, tmp_path_factory: pytest.TempPathFactory) -> NativeBackend:
+    """The native kernel, once for each instruction set that this processor has."""
     return NativeBackend(build_library(tmp_path_factory.getbasetemp(), width), width)
 
 
