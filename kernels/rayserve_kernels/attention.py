@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -11,6 +12,7 @@ import torch
 
 from rayserve_kernels.cache_write import write_kv
 from rayserve_kernels.cpu import attend_sequence, gather_sequence
+from rayserve_kernels.cpu_scores import attend_scores
 from rayserve_kernels.cpu_window import attend_window
 from rayserve_kernels.layout import KVPool
 from rayserve_kernels.reference import dense_attention, read_slots, seen_positions
@@ -228,6 +230,9 @@ class AttentionBackend(Protocol):
         queries: torch.Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        *,
+        soft_cap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend from the new tokens, whose keys and values are written, to their sequences.
 
@@ -238,6 +243,10 @@ class AttentionBackend(Protocol):
             queries: [num_tokens, num_q_heads, head_dim], the pool's dtype, innermost stride 1.
             metadata: Of this step.
             scale: Factor on the scores before the softmax.
+            soft_cap: Positive: bounds a score to soft_cap * tanh(scale * q.k / soft_cap), before
+                anything is added to it (Gemma 2, arXiv 2408.00118, section 2). None for no bound.
+            alibi_slopes: fp32 [num_q_heads], contiguous: adds slope * (key position - query
+                position) to a score (ALiBi, arXiv 2108.12409). None to add nothing.
 
         Returns:
             [num_tokens, num_q_heads, head_dim].
@@ -271,9 +280,12 @@ class TorchBackend:
         queries: torch.Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        *,
+        soft_cap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `AttentionBackend.attend`; a sequence's result does not depend on the others."""
-        check_attend(pool, queries, metadata)
+        check_attend(pool, queries, metadata, soft_cap=soft_cap, alibi_slopes=alibi_slopes)
         grouped = queries.unflatten(1, (pool.layout.num_kv_heads, -1))
         pieces = [grouped.narrow(0, 0, 0)]
         for row, span in enumerate(metadata.spans):
@@ -281,7 +293,20 @@ class TorchBackend:
                 continue
             own_queries = grouped.narrow(0, span.first_query, span.end_query - span.first_query)
             table = metadata.block_tables.select(0, row)
-            if span.window is None:
+            if soft_cap is not None or alibi_slopes is not None:
+                pieces += attend_scores(
+                    pool,
+                    layer,
+                    own_queries,
+                    table,
+                    span.num_tokens,
+                    window=span.window,
+                    num_sinks=span.num_sinks,
+                    scale=scale,
+                    soft_cap=soft_cap,
+                    alibi_slopes=alibi_slopes,
+                )
+            elif span.window is None:
                 num_blocks = -(-span.num_tokens // pool.layout.block_size)
                 keys, values = gather_sequence(
                     pool, layer, table.narrow(0, 0, num_blocks), span.num_tokens
@@ -331,9 +356,12 @@ class ReferenceBackend:
         queries: torch.Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        *,
+        soft_cap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `AttentionBackend.attend`; the result has the compute dtype."""
-        check_attend(pool, queries, metadata)
+        check_attend(pool, queries, metadata, soft_cap=soft_cap, alibi_slopes=alibi_slopes)
         dtype = self._compute_dtype or queries.dtype
         output = torch.empty(queries.shape, dtype=dtype, device=queries.device)
         tables: Sequence[Sequence[int]] = metadata.block_tables.tolist()
@@ -351,15 +379,24 @@ class ReferenceBackend:
                 positions=seen,
                 window=window,
                 num_sinks=num_sinks,
+                soft_cap=soft_cap,
+                alibi_slopes=alibi_slopes,
             )
         return output
 
 
-def check_attend(pool: KVPool, queries: torch.Tensor, metadata: AttentionMetadata) -> None:
+def check_attend(
+    pool: KVPool,
+    queries: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> None:
     """Check what every implementation of `AttentionBackend.attend` expects.
 
     Raises:
-        ValueError: A shape, dtype, device or stride that does not fit.
+        ValueError: A shape, dtype, device or stride that does not fit, or a cap that is none.
     """
     layout = pool.layout
     num_q_heads = queries.shape[1] if queries.dim() == 3 else 0
@@ -383,3 +420,17 @@ def check_attend(pool: KVPool, queries: torch.Tensor, metadata: AttentionMetadat
         )
     if queries.stride(-1) != 1:
         raise ValueError(f"queries has strides {queries.stride()}: expected innermost stride 1")
+    if soft_cap is not None and not (soft_cap > 0 and math.isfinite(soft_cap)):
+        raise ValueError(f"soft_cap={soft_cap}: expected None or a positive finite number")
+    if alibi_slopes is None:
+        return
+    if alibi_slopes.dtype != torch.float32 or alibi_slopes.shape != (num_q_heads,):
+        raise ValueError(
+            f"alibi_slopes is {alibi_slopes.dtype} {tuple(alibi_slopes.shape)}: expected "
+            f"torch.float32 ({num_q_heads},)"
+        )
+    if alibi_slopes.device != pool.device or not alibi_slopes.is_contiguous():
+        raise ValueError(
+            f"alibi_slopes on {alibi_slopes.device} with strides {alibi_slopes.stride()}: expected "
+            f"a contiguous tensor on {pool.device}"
+        )

@@ -40,7 +40,7 @@ def attend_window(
     pieces = []
     for first in range(0, num_queries, QUERY_TILE):
         size = min(QUERY_TILE, num_queries - first)
-        keys, values, positions = _gather_seen(
+        keys, values, positions = gather_seen(
             pool, layer, block_table, start + first, start + first + size, window, num_sinks
         )
         # A copy, for the reason that `cpu.attend_sequence` tells.
@@ -50,7 +50,7 @@ def attend_window(
             rows.view(1, num_kv_heads, group_size * size, head_dim),
             keys.unsqueeze(0),
             values.unsqueeze(0),
-            attn_mask=_mask(positions, start + first, size, group_size, window, num_sinks),
+            attn_mask=seen_mask(positions, start + first, size, group_size, window, num_sinks),
             scale=scale,
         )
         attended = attended.view(num_kv_heads, group_size, size, head_dim)
@@ -58,7 +58,7 @@ def attend_window(
     return pieces
 
 
-def _gather_seen(
+def gather_seen(
     pool: KVPool,
     layer: int,
     block_table: torch.Tensor,
@@ -67,7 +67,20 @@ def _gather_seen(
     window: int,
     num_sinks: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys, values and positions that some query at first_query to end - 1 sees."""
+    """Copy what some query at `first_query` to `end` - 1 sees.
+
+    Args:
+        pool: Read only.
+        layer: Layer of the pool.
+        block_table: int32 [width], of the sequence.
+        first_query: Position of the first query.
+        end: Position after the last query.
+        window: At least 1.
+        num_sinks: At least 0.
+
+    Returns:
+        Keys and values, each [num_kv_heads, n, head_dim], contiguous, and positions, int64 [n].
+    """
     begin = max(0, first_query - window + 1)
     ranges = [(0, end)] if begin <= num_sinks else [(0, num_sinks), (begin, end)]
     block_size = pool.layout.block_size
@@ -89,7 +102,7 @@ def _gather_seen(
     return torch.cat(keys, 1), torch.cat(values, 1), torch.cat(positions)
 
 
-def _mask(
+def seen_mask(
     positions: torch.Tensor,
     first_query: int,
     num_queries: int,
@@ -97,7 +110,19 @@ def _mask(
     window: int,
     num_sinks: int,
 ) -> torch.Tensor | None:
-    """What each row of a tile may see: bool [group_size * num_queries, n], None for all."""
+    """What each row of a tile may see.
+
+    Args:
+        positions: int64 [n], of the keys.
+        first_query: Position of the tile's first query.
+        num_queries: Of the tile, at consecutive positions.
+        group_size: Query heads of a KV head; row g * num_queries + i is query i of head g.
+        window: At least 1.
+        num_sinks: At least 0.
+
+    Returns:
+        bool [group_size * num_queries, n]; None where every row sees all.
+    """
     if num_queries == 1:
         return None
     queries = torch.arange(first_query, first_query + num_queries, device=positions.device)[:, None]

@@ -77,6 +77,9 @@ class NativeBackend(TorchBackend):
         queries: torch.Tensor,
         metadata: AttentionMetadata,
         scale: float,
+        *,
+        soft_cap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `AttentionBackend.attend`.
 
@@ -84,8 +87,17 @@ class NativeBackend(TorchBackend):
             ValueError: Also where a block table is too short or names a block that is none.
             MemoryError: No memory for the threads' scratch space.
         """
-        if pool.layout.dtype not in _DTYPES or pool.device.type != "cpu":
-            return super().attend(pool, layer, queries, metadata, scale)
+        is_taken = pool.layout.dtype in _DTYPES and pool.device.type == "cpu"
+        if not is_taken or soft_cap is not None or alibi_slopes is not None:
+            return super().attend(
+                pool,
+                layer,
+                queries,
+                metadata,
+                scale,
+                soft_cap=soft_cap,
+                alibi_slopes=alibi_slopes,
+            )
         check_attend(pool, queries, metadata)
         # Whatever the kernel follows must make sense; worked out once a step.
         _ = metadata.spans

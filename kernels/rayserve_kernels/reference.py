@@ -64,6 +64,8 @@ def dense_attention(
     positions: Sequence[int] | None = None,
     window: int | None = None,
     num_sinks: int = 0,
+    soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal grouped-query attention of the last tokens of one sequence, without paging.
 
@@ -78,6 +80,8 @@ def dense_attention(
         positions: Of the keys, ascending; None for 0 to num_keys - 1.
         window: Positions that a query sees, its own the last; None for all.
         num_sinks: First positions that every query sees besides.
+        soft_cap: Bound on a score, before anything is added to it; None for none.
+        alibi_slopes: [num_q_heads], factors on key position - query position; None to add nothing.
 
     Returns:
         [num_queries, num_q_heads, head_dim], the queries' dtype.
@@ -89,10 +93,14 @@ def dense_attention(
     keys = keys.repeat_interleave(group_size, dim=0)
     values = values.repeat_interleave(group_size, dim=0)
     scores = torch.einsum("qhd,hnd->hqn", queries, keys) * scale
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
     if positions is None:
         positions = range(num_keys)
     key_at = torch.tensor(positions, device=queries.device)
     query_at = key_at[num_keys - num_queries :, None]
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.to(scores.dtype)[:, None, None] * (key_at - query_at)
     hidden = key_at > query_at
     if window is not None:
         hidden |= (query_at - key_at >= window) & (key_at >= num_sinks)

@@ -35,6 +35,8 @@ class PagedBatch:
     tables: np.ndarray
     num_computed: Sequence[int]
     scale: float
+    soft_cap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
 
     def step(self, backend: AttentionBackend) -> list[torch.Tensor]:
         """Write the new tokens, attend, and give each sequence's rows."""
@@ -44,7 +46,15 @@ class PagedBatch:
             self.pool, self.layer, torch.cat(new_keys), torch.cat(new_values), self.metadata
         )
         queries = torch.cat(self.queries)
-        output = backend.attend(self.pool, self.layer, queries, self.metadata, self.scale)
+        output = backend.attend(
+            self.pool,
+            self.layer,
+            queries,
+            self.metadata,
+            self.scale,
+            soft_cap=self.soft_cap,
+            alibi_slopes=self.alibi_slopes,
+        )
         return list(output.split([len(q) for q in self.queries]))
 
     def oracle(self) -> list[torch.Tensor]:

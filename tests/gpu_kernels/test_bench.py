@@ -37,11 +37,11 @@ def test_a_case_is_measured_over_scattered_blocks(
     layers: list[int] = []
 
     class Watched(TorchBackend):
-        def attend(self, pool, layer, queries, metadata, scale) -> torch.Tensor:  # noqa: ANN001
+        def attend(self, pool, layer, queries, metadata, scale, **edits) -> torch.Tensor:  # noqa: ANN001, ANN003
             layers.append(layer)
             # Sequences in other blocks than those that a table in order would name.
             assert metadata.block_tables.flatten().tolist() != list(range(pool.num_blocks))
-            return super().attend(pool, layer, queries, metadata, scale)
+            return super().attend(pool, layer, queries, metadata, scale, **edits)
 
     figures = measure(Case(dtype, 6, 2, 16, 2, 40), Watched(), "block_major", 3)
     assert layers == [0, 1, 0, 1]
