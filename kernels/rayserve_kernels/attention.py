@@ -214,7 +214,7 @@ class AttentionBackend(Protocol):
         Args:
             pool: Written in place.
             layer: Layer of the pool.
-            keys: [num_tokens, num_kv_heads, head_dim], the pool's dtype.
+            keys: [num_tokens, num_kv_heads, head_dim], as `cache_write.write_kv` takes them.
             values: As `keys`.
             metadata: Of this step.
 
@@ -240,7 +240,8 @@ class AttentionBackend(Protocol):
             pool: Read only. Slots beyond a sequence's length, and those that windows hide from all
                 its queries, never influence the result.
             layer: Layer of the pool.
-            queries: [num_tokens, num_q_heads, head_dim], the pool's dtype, innermost stride 1.
+            queries: [num_tokens, num_q_heads, head_dim], floats, innermost stride 1. The pool holds
+                floats of any dtype, or codes with scales.
             metadata: Of this step.
             scale: Factor on the scores before the softmax.
             soft_cap: Positive: bounds a score to soft_cap * tanh(scale * q.k / soft_cap), before
@@ -249,7 +250,7 @@ class AttentionBackend(Protocol):
                 position) to a score (ALiBi, arXiv 2108.12409). None to add nothing.
 
         Returns:
-            [num_tokens, num_q_heads, head_dim].
+            [num_tokens, num_q_heads, head_dim], the queries' dtype.
 
         Raises:
             ValueError: A tensor does not fit the pool or the metadata.
@@ -284,9 +285,14 @@ class TorchBackend:
         soft_cap: float | None = None,
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `AttentionBackend.attend`; a sequence's result does not depend on the others."""
+        """As `AttentionBackend.attend`; a sequence's result does not depend on the others.
+
+        Computes in the wider dtype of queries and pool, for which codes count as fp32.
+        """
         check_attend(pool, queries, metadata, soft_cap=soft_cap, alibi_slopes=alibi_slopes)
-        grouped = queries.unflatten(1, (pool.layout.num_kv_heads, -1))
+        stored = torch.float32 if pool.layout.scaled else pool.layout.dtype
+        dtype = torch.promote_types(queries.dtype, stored)
+        grouped = queries.to(dtype).unflatten(1, (pool.layout.num_kv_heads, -1))
         pieces = [grouped.narrow(0, 0, 0)]
         for row, span in enumerate(metadata.spans):
             if span.first_query == span.end_query:
@@ -311,7 +317,7 @@ class TorchBackend:
                 keys, values = gather_sequence(
                     pool, layer, table.narrow(0, 0, num_blocks), span.num_tokens
                 )
-                pieces += attend_sequence(own_queries, keys, values, scale)
+                pieces += attend_sequence(own_queries, keys.to(dtype), values.to(dtype), scale)
             else:
                 pieces += attend_window(
                     pool,
@@ -323,7 +329,7 @@ class TorchBackend:
                     num_sinks=span.num_sinks,
                     scale=scale,
                 )
-        return torch.cat(pieces).view(queries.shape)
+        return torch.cat(pieces).view(queries.shape).to(queries.dtype)
 
 
 class ReferenceBackend:
@@ -409,9 +415,11 @@ def check_attend(
         raise ValueError(
             f"{num_q_heads} query heads: expected a multiple of {layout.num_kv_heads} KV heads"
         )
-    if queries.dtype != layout.dtype or not layout.dtype.is_floating_point:
+    holds_floats = layout.scaled or layout.dtype.is_floating_point
+    if not queries.dtype.is_floating_point or not holds_floats:
         raise ValueError(
-            f"queries is {queries.dtype} and the pool {layout.dtype}: expected one floating dtype"
+            f"queries is {queries.dtype} and the pool {layout.coding}: expected floats, and a pool "
+            f"of floats or of codes with scales"
         )
     if queries.device != pool.device or metadata.seq_lens.device != pool.device:
         raise ValueError(

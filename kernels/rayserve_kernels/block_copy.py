@@ -6,9 +6,11 @@ import torch
 
 from rayserve_kernels.layout import KVPool
 
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
 
 def copy_blocks(pool: KVPool, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Copy whole blocks, all layers, keys and values; `sources[i]` to `targets[i]`.
+    """Copy whole blocks, all layers, keys, values and scales; `sources[i]` to `targets[i]`.
 
     Every source is read before any target is written, so a block may be both.
 
@@ -27,13 +29,17 @@ def copy_blocks(pool: KVPool, sources: Sequence[int], targets: Sequence[int]) ->
     _check_blocks(pool, (*sources, *targets))
     source_ids = torch.tensor(sources, dtype=torch.int64, device=pool.device)
     target_ids = torch.tensor(targets, dtype=torch.int64, device=pool.device)
-    pool.blocks.index_copy_(0, target_ids, pool.blocks.index_select(0, source_ids))
+    # Torch moves elements one by one where the rest of a block is strided.
+    words = next(d for d in _WORDS if pool.layout.run_bytes % d.itemsize == 0)
+    blocks = pool.blocks.view(words)
+    blocks.index_copy_(0, target_ids, blocks.index_select(0, source_ids))
 
 
 def copy_slots(pool: KVPool, source: int, target: int, num_slots: int) -> None:
-    """Copy the first slots of a block, all layers, keys and values, to the same slots of another.
+    """Copy the first slots of a block to the same slots of another.
 
-    This is what a sequence does that diverges from a cached one inside a block.
+    All layers, keys, values and scales. This is what a sequence does that diverges from a cached
+    one inside a block.
 
     Args:
         pool: Written in place.
@@ -49,8 +55,9 @@ def copy_slots(pool: KVPool, source: int, target: int, num_slots: int) -> None:
         raise ValueError(f"source and target are both block {source}")
     if not 1 <= num_slots <= pool.layout.block_size:
         raise ValueError(f"num_slots={num_slots}: expected 1 to {pool.layout.block_size}")
-    for view in (pool.keys, pool.values):
-        view[:, target, :, :num_slots] = view[:, source, :, :num_slots]
+    for view in (pool.keys, pool.values, pool.key_scales, pool.value_scales):
+        if view is not None:
+            view[:, target, :, :num_slots] = view[:, source, :, :num_slots]
 
 
 def _check_blocks(pool: KVPool, block_ids: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 import torch
 
 from rayserve_kernels.layout import KVPool
+from rayserve_kernels.quantisation import quantise
 
 
 def write_kv(
@@ -12,12 +13,13 @@ def write_kv(
     values: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write one layer's keys and values by slot, in any layout.
+    """Write one layer's keys and values by slot, in any layout, with scales where it has some.
 
     Args:
         pool: Written in place.
         layer: Layer of the pool.
-        keys: [num_tokens, num_kv_heads, head_dim], the pool's dtype and device, any strides.
+        keys: [num_tokens, num_kv_heads, head_dim], on the pool's device, any strides. Any floating
+            dtype where the pool holds floats or codes, else the pool's own.
         values: As `keys`.
         slot_mapping: int64 [num_tokens], block_id * block_size + offset of each token. No slot
             twice: which of two writers wins is undefined.
@@ -27,22 +29,35 @@ def write_kv(
             would wait for the device) a slot outside the pool.
     """
     layout = pool.layout
-    expected = (slot_mapping.numel(), layout.num_kv_heads, layout.head_dim)
-    for name, tensor in (("keys", keys), ("values", values)):
-        if tensor.shape != expected or tensor.dtype != layout.dtype:
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {layout.dtype} "
-                f"{expected}"
-            )
-        if tensor.device != pool.device:
-            raise ValueError(f"{name} is on {tensor.device}: the pool is on {pool.device}")
+    _check_vectors(pool, keys, values, slot_mapping.numel())
     _check_slots(pool, slot_mapping)
     block_ids = slot_mapping.div(layout.block_size, rounding_mode="floor")
     offsets = slot_mapping.remainder(layout.block_size)
-    key_view = pool.key_view(layer)
-    # [num_tokens, num_kv_heads, head_dim], or with head_dim split as the vectorised view is.
-    key_view[block_ids, :, offsets] = keys.unflatten(-1, key_view.shape[3:])
-    pool.value_view(layer)[block_ids, :, offsets] = values
+    for vectors, view, scale_view in (
+        (keys, pool.key_view(layer), pool.key_scale_view(layer)),
+        (values, pool.value_view(layer), pool.value_scale_view(layer)),
+    ):
+        if scale_view is None:
+            stored = vectors.to(layout.dtype)
+        else:
+            stored, scale_view[block_ids, :, offsets] = quantise(vectors, layout.dtype)
+        # [num_tokens, num_kv_heads, head_dim], or with head_dim split as the vectorised view is.
+        view[block_ids, :, offsets] = stored.unflatten(-1, view.shape[3:])
+
+
+def _check_vectors(pool: KVPool, keys: torch.Tensor, values: torch.Tensor, num_tokens: int) -> None:
+    layout = pool.layout
+    expected = (num_tokens, layout.num_kv_heads, layout.head_dim)
+    takes_floats = layout.scaled or layout.dtype.is_floating_point
+    for name, tensor in (("keys", keys), ("values", values)):
+        fits = tensor.dtype.is_floating_point if takes_floats else tensor.dtype == layout.dtype
+        if tensor.shape != expected or not fits:
+            accepted = "floats" if takes_floats else layout.dtype
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}: expected {accepted} {expected}"
+            )
+        if tensor.device != pool.device:
+            raise ValueError(f"{name} is on {tensor.device}: the pool is on {pool.device}")
 
 
 def _check_slots(pool: KVPool, slot_mapping: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from rayserve_kernels.layout import KVPool
+from rayserve_kernels.quantisation import dequantise
 
 # Fewer query tokens skip more of the causal triangle, more of them feed larger matrix products.
 # Of 32 to 512, 64 was the fastest or within 6% of it (chunks of 100 and 512 tokens, one core).
@@ -26,20 +27,31 @@ def gather_sequence(
         num_tokens: Length of the sequence. Slots beyond it are not in the result.
 
     Returns:
-        Keys and values, each [num_kv_heads, num_tokens, head_dim], the pool's dtype, with
-        head and slot strides that depend on `num_blocks` and the layout's sizes alone.
+        Keys and values, each [num_kv_heads, num_tokens, head_dim], the pool's dtype, or fp32 where
+        it is scaled, with head and slot strides that depend on `num_blocks` and the layout's sizes
+        alone.
     """
-    keys = _gather(pool.key_view(layer), block_ids, num_tokens)
-    values = _gather(pool.value_view(layer), block_ids, num_tokens)
-    return keys, values
+    keys = _read(pool.key_view(layer), pool.key_scale_view(layer), block_ids)
+    values = _read(pool.value_view(layer), pool.value_scale_view(layer), block_ids)
+    return keys.narrow(1, 0, num_tokens), values.narrow(1, 0, num_tokens)
 
 
-def _gather(view: torch.Tensor, block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def _read(
+    view: torch.Tensor, scale_view: torch.Tensor | None, block_ids: torch.Tensor
+) -> torch.Tensor:
+    vectors = _gather(view, block_ids)
+    if scale_view is None:
+        return vectors
+    return dequantise(vectors, _gather(scale_view.unsqueeze(-1), block_ids).squeeze(-1))
+
+
+def _gather(view: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    """[num_blocks, num_kv_heads, block_size, ...] -> [num_kv_heads, slots of these blocks, n]."""
     # The leading 1 matters: index_select makes the *whole pool* contiguous first where the
     # dimension that it selects from is the second of a strided tensor.
     picked = view.transpose(0, 1).unsqueeze(0).index_select(2, block_ids)
     num_kv_heads, num_slots = view.shape[1], block_ids.numel() * view.shape[2]
-    return picked.view(num_kv_heads, num_slots, -1).narrow(1, 0, num_tokens)
+    return picked.view(num_kv_heads, num_slots, -1)
 
 
 def attend_sequence(

@@ -22,7 +22,7 @@ def attend_scores(
 ) -> list[torch.Tensor]:
     """Grouped-query attention of the last tokens of one sequence, with a soft cap and ALiBi.
 
-    Computed in fp32 where the pool's dtype is narrower.
+    Computed in fp32 where the queries' dtype is narrower.
 
     Args:
         pool: Read only; only slots that some query sees influence the result.

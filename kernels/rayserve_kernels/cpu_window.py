@@ -25,7 +25,8 @@ def attend_window(
     Args:
         pool: Read only; only slots that some query sees influence the result.
         layer: Layer of the pool.
-        queries: [num_queries, num_kv_heads, group_size, head_dim], any strides.
+        queries: [num_queries, num_kv_heads, group_size, head_dim], any strides, of the dtype to
+            compute in.
         block_table: int32 [width], of the sequence; only blocks that some query sees are read.
         num_tokens: Length of the sequence.
         window: At least 1.
@@ -43,6 +44,7 @@ def attend_window(
         keys, values, positions = gather_seen(
             pool, layer, block_table, start + first, start + first + size, window, num_sinks
         )
+        keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         # A copy, for the reason that `cpu.attend_sequence` tells.
         tile = queries.narrow(0, first, size).permute(1, 2, 0, 3)
         rows = tile.clone(memory_format=torch.contiguous_format)

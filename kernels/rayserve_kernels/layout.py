@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 
 import numpy as np
@@ -11,8 +10,12 @@ import torch
 
 Order = typing.Literal["block_major", "nhd", "hnd", "vectorised"]
 
+SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+"""What the codes of a scaled pool may be."""
+
 _VECTOR_BYTES = 16
 _ALIGNMENT_BYTES = 64
+_SCALE_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,11 @@ class KVLayout:
     - `vectorised`: K planes `[num_blocks, num_kv_heads, head_dim / x, block_size, x]`, where x
       elements make 16 bytes; V planes as in `hnd`.
 
+    A scaled pool holds codes, and for each slot and KV head one fp32 scale for its key and one for
+    its value: vector = code * scale. The scales lie behind the codes of the same block, layer and
+    K or V, in the order that heads and slots have there; both parts are padded to 16 bytes. So a
+    slot is coded once, when it is written, whatever comes to stand beside it in its block.
+
     A block is a run of bytes (in plane orders: one run per plane) that this descriptor explains;
     two pools exchange blocks only where their descriptors are equal.
 
@@ -36,11 +44,14 @@ class KVLayout:
         num_kv_heads: KV heads held by this rank.
         block_size: Slots per block.
         head_dim: Elements of one key or value vector.
-        dtype: Of keys and values. Integers are allowed: not every model stores floats.
+        dtype: Of keys and values as they are stored. Integers are allowed without scales too: not
+            every model stores floats.
         order: One of the orders above.
+        scaled: Keys and values are codes with scales; of one of `SCALED_DTYPES`.
 
     Raises:
-        ValueError: A size below 1, an unknown order, or a head_dim that x does not divide.
+        ValueError: A size below 1, an unknown order, a head_dim that x does not divide, or a dtype
+            that needs scales or cannot have them.
     """
 
     num_layers: int
@@ -49,6 +60,7 @@ class KVLayout:
     head_dim: int
     dtype: torch.dtype
     order: Order = "block_major"
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -62,6 +74,10 @@ class KVLayout:
                 f"head_dim={self.head_dim}: the vectorised order of {self.dtype} needs a "
                 f"multiple of {self.vector_size}"
             )
+        if self.scaled and self.dtype not in SCALED_DTYPES:
+            raise ValueError(f"dtype={self.dtype}: scaled pools hold one of {SCALED_DTYPES}")
+        if self.dtype.is_floating_point and self.dtype.itemsize == 1 and not self.scaled:
+            raise ValueError(f"dtype={self.dtype}: a range so small needs scaled=True")
 
     @property
     def vector_size(self) -> int:
@@ -69,22 +85,39 @@ class KVLayout:
         return _VECTOR_BYTES // self.dtype.itemsize
 
     @property
-    def block_elements(self) -> int:
-        """Elements of one block: all layers, K and V."""
-        slots = self.num_layers * 2 * self.num_kv_heads * self.block_size
-        return slots * self.head_dim
+    def run_elements(self) -> int:
+        """Elements of one block in one layer, K or V alone."""
+        return self.num_kv_heads * self.block_size * self.head_dim
+
+    @property
+    def scales_start(self) -> int:
+        """First byte of the scales in the run of one block, layer and K or V; its end if none."""
+        size_bytes = self.run_elements * self.dtype.itemsize
+        return _padded(size_bytes) if self.scaled else size_bytes
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of one block in one layer, K or V alone, scales included."""
+        if not self.scaled:
+            return self.scales_start
+        return self.scales_start + _padded(self.num_kv_heads * self.block_size * _SCALE_BYTES)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: all layers, K and V."""
-        return self.block_elements * self.dtype.itemsize
+        """Bytes of one block: all layers, K and V, scales included."""
+        return self.num_layers * 2 * self.run_bytes
+
+    @property
+    def coding(self) -> str:
+        """Name of how a vector becomes bytes, such as "float32" or "int8-per-slot"."""
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}-per-slot" if self.scaled else name
 
     def describe(self) -> str:
         """Descriptor that travels with a block's bytes; equal exactly for equal layouts."""
-        dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"{self.order}:layers={self.num_layers},kv_heads={self.num_kv_heads},"
-            f"block_size={self.block_size},head_dim={self.head_dim},dtype={dtype}"
+            f"block_size={self.block_size},head_dim={self.head_dim},dtype={self.coding}"
         )
 
     def allocate(self, num_blocks: int, device: torch.device | str = "cpu") -> KVPool:
@@ -122,7 +155,10 @@ class KVPool:
             [num_layers, num_blocks, num_kv_heads, block_size, head_dim]. In the vectorised
             order the last dimension is split: [..., block_size, head_dim / x, x].
         values: Likewise, never split.
-        blocks: [num_blocks, ...], one block at each index, the rest in physical order.
+        key_scales: fp32 [num_layers, num_blocks, num_kv_heads, block_size], a strided view, or None
+            where the layout has no scales.
+        value_scales: Likewise.
+        blocks: uint8 [num_blocks, ...], one block at each index, the rest in physical order.
 
     Raises:
         ValueError: The payload is not a whole number of blocks, or not a flat run of bytes.
@@ -142,9 +178,14 @@ class KVPool:
         self.layout = layout
         self.payload = payload
         self.num_blocks = num_blocks
-        self.keys, self.values, self.blocks = _views(layout, payload.view(layout.dtype), num_blocks)
+        runs, self.blocks = _runs(layout, payload, num_blocks)
+        self.keys, self.values = _vectors(layout, runs)
         self._key_views = self.keys.unbind(0)
         self._value_views = self.values.unbind(0)
+        self.key_scales: torch.Tensor | None = None
+        self.value_scales: torch.Tensor | None = None
+        if layout.scaled:
+            self.key_scales, self.value_scales = _scales(layout, runs)
 
     @property
     def num_slots(self) -> int:
@@ -163,6 +204,20 @@ class KVPool:
     def value_view(self, layer: int) -> torch.Tensor:
         """Values of one layer: `values[layer]`. Raises ValueError as `key_view` does."""
         return self._value_views[self._checked(layer)]
+
+    def key_scale_view(self, layer: int) -> torch.Tensor | None:
+        """Scales of one layer's keys: `key_scales[layer]`; None where the layout has none.
+
+        Raises:
+            ValueError: As `key_view`.
+        """
+        layer = self._checked(layer)
+        return None if self.key_scales is None else self.key_scales[layer]
+
+    def value_scale_view(self, layer: int) -> torch.Tensor | None:
+        """Scales of one layer's values: `value_scales[layer]`; otherwise as `key_scale_view`."""
+        layer = self._checked(layer)
+        return None if self.value_scales is None else self.value_scales[layer]
 
     def block_bytes_view(self, block_id: int) -> torch.Tensor:
         """The run of one block, uint8 [layout.block_bytes]; a view, so that writes go through.
@@ -184,26 +239,45 @@ class KVPool:
         return layer
 
 
-def _views(
-    layout: KVLayout, elements: torch.Tensor, num_blocks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views `keys`, `values` and `blocks` of a pool over its flat elements."""
-    layers, heads, dim = layout.num_layers, layout.num_kv_heads, layout.head_dim
-    slots = layout.block_size
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // _VECTOR_BYTES) * _VECTOR_BYTES
+
+
+def _runs(
+    layout: KVLayout, payload: torch.Tensor, num_blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes as [2, num_layers, num_blocks, run_bytes], and as `KVPool.blocks`."""
     if layout.order == "block_major":
-        blocks = elements.view(num_blocks, layers, 2, heads, slots, dim)
-        planes = blocks.permute(2, 1, 0, 3, 4, 5)
-        return planes[0], planes[1], blocks
-    flat = elements.view(layers, 2, num_blocks, math.prod((heads, slots, dim)))
-    blocks = flat.permute(2, 0, 1, 3)
-    keys, values = flat.unbind(1)
+        runs = payload.view(num_blocks, layout.num_layers, 2, layout.run_bytes)
+        return runs.permute(2, 1, 0, 3), payload.view(num_blocks, layout.block_bytes)
+    runs = payload.view(layout.num_layers, 2, num_blocks, layout.run_bytes)
+    return runs.transpose(0, 1), runs.permute(2, 0, 1, 3)
+
+
+def _vectors(layout: KVLayout, runs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views `keys` and `values` of a pool over its runs."""
+    heads, slots, dim = layout.num_kv_heads, layout.block_size, layout.head_dim
+    size_bytes = layout.run_elements * layout.dtype.itemsize
+    keys, values = runs.narrow(-1, 0, size_bytes).view(layout.dtype).unbind(0)
     if layout.order == "nhd":
         keys = keys.unflatten(-1, (slots, heads, dim)).transpose(2, 3)
-        values = values.unflatten(-1, (slots, heads, dim)).transpose(2, 3)
-        return keys, values, blocks
+        return keys, values.unflatten(-1, (slots, heads, dim)).transpose(2, 3)
     values = values.unflatten(-1, (heads, slots, dim))
-    if layout.order == "hnd":
-        return keys.unflatten(-1, (heads, slots, dim)), values, blocks
+    if layout.order != "vectorised":
+        return keys.unflatten(-1, (heads, slots, dim)), values
     vector = layout.vector_size
     keys = keys.unflatten(-1, (heads, dim // vector, slots, vector)).transpose(3, 4)
-    return keys, values, blocks
+    return keys, values
+
+
+def _scales(layout: KVLayout, runs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views `key_scales` and `value_scales` of a scaled pool over its runs."""
+    heads, slots = layout.num_kv_heads, layout.block_size
+    size_bytes = heads * slots * _SCALE_BYTES
+    scales = runs.narrow(-1, layout.scales_start, size_bytes).view(torch.float32)
+    if layout.order == "nhd":
+        scales = scales.unflatten(-1, (slots, heads)).transpose(-1, -2)
+    else:
+        scales = scales.unflatten(-1, (heads, slots))
+    keys, values = scales.unbind(0)
+    return keys, values

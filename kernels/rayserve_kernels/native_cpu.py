@@ -87,7 +87,8 @@ class NativeBackend(TorchBackend):
             ValueError: Also where a block table is too short or names a block that is none.
             MemoryError: No memory for the threads' scratch space.
         """
-        is_taken = pool.layout.dtype in _DTYPES and pool.device.type == "cpu"
+        dtype = pool.layout.dtype
+        is_taken = dtype in _DTYPES and dtype == queries.dtype and pool.device.type == "cpu"
         if not is_taken or soft_cap is not None or alibi_slopes is not None:
             return super().attend(
                 pool,

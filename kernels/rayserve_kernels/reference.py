@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from rayserve_kernels.layout import KVPool
+from rayserve_kernels.quantisation import dequantise
 
 
 def seen_positions(
@@ -30,7 +31,8 @@ def read_slots(
         positions: At least one, of those that the sequence has.
 
     Returns:
-        Keys and values, each [num_kv_heads, len(positions), head_dim], the pool's dtype.
+        Keys and values, each [num_kv_heads, len(positions), head_dim], the pool's dtype, or fp32
+        where it is scaled.
 
     Raises:
         ValueError: The table is too short, or an entry that is needed names no block.
@@ -41,7 +43,6 @@ def read_slots(
         raise ValueError(
             f"positions={positions}: expected some below {most}, which the block table holds"
         )
-    keys, values = pool.key_view(layer), pool.value_view(layer)
     places = [
         (block_ids[position // layout.block_size], position % layout.block_size)
         for position in positions
@@ -49,10 +50,21 @@ def read_slots(
     for block_id, _offset in places:
         if not 0 <= block_id < pool.num_blocks:
             raise ValueError(f"block {block_id}: the pool has blocks 0 to {pool.num_blocks - 1}")
-    # flatten joins the two parts of head_dim that the vectorised view keeps apart.
-    key_rows = [keys[block_id, :, offset].flatten(1) for block_id, offset in places]
-    value_rows = [values[block_id, :, offset] for block_id, offset in places]
-    return torch.stack(key_rows, dim=1), torch.stack(value_rows, dim=1)
+    keys = _read(pool.key_view(layer), pool.key_scale_view(layer), places)
+    values = _read(pool.value_view(layer), pool.value_scale_view(layer), places)
+    return keys, values
+
+
+def _read(
+    view: torch.Tensor, scale_view: torch.Tensor | None, places: Sequence[tuple[int, int]]
+) -> torch.Tensor:
+    # flatten joins the two parts of head_dim that the vectorised view of keys keeps apart.
+    rows = [view[block_id, :, offset].flatten(1) for block_id, offset in places]
+    vectors = torch.stack(rows, dim=1)
+    if scale_view is None:
+        return vectors
+    scales = [scale_view[block_id, :, offset] for block_id, offset in places]
+    return dequantise(vectors, torch.stack(scales, dim=1))
 
 
 def dense_attention(

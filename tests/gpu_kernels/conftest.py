@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
+from rayserve_kernels.cache_write import write_kv
 from rayserve_kernels.layout import KVLayout, KVPool
 from rayserve_kernels.native_build import COMPILERS, Width, build_library, widest
 from rayserve_kernels.native_cpu import NativeBackend
+from rayserve_kernels.quantisation import dequantise, quantise
 from rayserve_kernels.reference import dense_attention
 
 GARBAGE_BLOCK = 2**31 - 1
@@ -60,9 +62,15 @@ class PagedBatch:
     def oracle(self) -> list[torch.Tensor]:
         """Float64 attention over the sequences' own keys and values: no pool, no table."""
         return [
-            dense_attention(q.double(), k.double(), v.double(), self.scale)
+            dense_attention(q.double(), self._stored(k), self._stored(v), self.scale)
             for q, k, v in zip(self.queries, self.keys, self.values, strict=True)
         ]
+
+    def _stored(self, vectors: torch.Tensor) -> torch.Tensor:
+        layout = self.pool.layout
+        if layout.scaled:
+            return dequantise(*quantise(vectors, layout.dtype)).double()
+        return vectors.to(layout.dtype).double()
 
     def _with_computed(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
         return list(zip(tensors, self.num_computed, strict=True))
@@ -97,19 +105,27 @@ def paged_batch() -> Callable[..., PagedBatch]:
         num_new: Sequence[int],
         poison: float = float("nan"),
         garbage: int = GARBAGE_BLOCK,
+        dtype: torch.dtype | None = None,
     ) -> PagedBatch:
+        """`dtype` is that of queries, keys and values; needed where the pool is scaled."""
+        dtype = layout.dtype if dtype is None else dtype
         generator = torch.Generator().manual_seed(17)
         lengths = [a + b for a, b in zip(num_computed, num_new, strict=True)]
         counts = [-(-n // layout.block_size) for n in lengths]
         pool = layout.allocate(sum(counts) + 3)
-        pool.payload.view(layout.dtype).fill_(poison)
+        if pool.key_scales is not None and pool.value_scales is not None:
+            pool.payload.fill_(127)
+            pool.key_scales.fill_(poison)
+            pool.value_scales.fill_(poison)
+        else:
+            pool.payload.view(layout.dtype).fill_(poison)
         order = torch.randperm(pool.num_blocks, generator=generator).tolist()
         tables = np.full((len(lengths), max(counts) + 2), garbage, dtype=np.int32)
         for row, count in enumerate(counts):
             tables[row, :count] = [order.pop() for _ in range(count)]
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(layout.dtype)
+            return torch.randn(shape, generator=generator).to(dtype)
 
         batch = PagedBatch(
             pool=pool,
@@ -126,6 +142,11 @@ def paged_batch() -> Callable[..., PagedBatch]:
             for position in range(n):
                 block_id = int(tables[row, position // layout.block_size])
                 offset = position % layout.block_size
+                if layout.scaled:
+                    key, value = batch.keys[row][:, position], batch.values[row][:, position]
+                    slot = torch.tensor([block_id * layout.block_size + offset])
+                    write_kv(pool, batch.layer, key[None], value[None], slot)
+                    continue
                 key_slot = pool.key_view(batch.layer)[block_id, :, offset]
                 key_slot.copy_(batch.keys[row][:, position].reshape(key_slot.shape))
                 pool.value_view(batch.layer)[block_id, :, offset] = batch.values[row][:, position]

@@ -180,7 +180,7 @@ def test_queries_that_do_not_fit_are_refused_with_the_numbers(paged_batch: Calla
     for queries, message in (
         (good[:3], r"\(3, 4, 8\): expected \[4, num_q_heads, 8\]"),
         (good[:, :3], "3 query heads: expected a multiple of 2 KV heads"),
-        (good.double(), "queries is torch.float64 and the pool torch.float32"),
+        (good.int(), "queries is torch.int32 and the pool float32: expected floats"),
         (good[..., :4], r"expected \[4, num_q_heads, 8\]"),
         (good.transpose(1, 2).contiguous().transpose(1, 2), "expected innermost stride 1"),
     ):
@@ -191,5 +191,6 @@ def test_queries_that_do_not_fit_are_refused_with_the_numbers(paged_batch: Calla
 def test_attention_over_integers_is_refused() -> None:
     pool = KVLayout(1, 1, 4, 1, torch.int64).allocate(2)
     metadata = AttentionMetadata.for_step(np.zeros((1, 1), np.int32), [0], [1], 4)
-    with pytest.raises(ValueError, match="expected one floating dtype"):
-        TorchBackend().attend(pool, 0, torch.ones(1, 1, 1, dtype=torch.int64), metadata, 1.0)
+    for dtype in (torch.int64, torch.float32):
+        with pytest.raises(ValueError, match="the pool int64: expected floats, and a pool"):
+            TorchBackend().attend(pool, 0, torch.ones(1, 1, 1, dtype=dtype), metadata, 1.0)

@@ -53,7 +53,7 @@ def test_integers_come_back_exactly_through_the_table(order: Order) -> None:
 def test_slots_beyond_2_to_the_31_elements_are_reached() -> None:
     # 4.3 GB of addresses, of which only the pages that are written are ever committed.
     layout = KVLayout(2, 4, 16, 128, torch.bfloat16)
-    num_blocks = 2**31 // layout.block_elements + 2
+    num_blocks = 2**31 * layout.dtype.itemsize // layout.block_bytes + 2
     pool = layout.allocate(num_blocks)
     last = num_blocks - 1
     view = pool.key_view(1)
@@ -83,8 +83,11 @@ def test_keys_that_do_not_fit_the_pool_are_refused_with_both_shapes() -> None:
     good, slots = torch.ones(2, 2, 8), torch.tensor([0, 1])
     with pytest.raises(ValueError, match=r"keys is torch.float32 \(2, 3, 8\): .* \(2, 2, 8\)"):
         write_kv(pool, 0, torch.ones(2, 3, 8), good, slots)
-    with pytest.raises(ValueError, match=r"values is torch\.float64 .* expected torch\.float32"):
-        write_kv(pool, 0, good, good.double(), slots)
+    with pytest.raises(ValueError, match=r"values is torch\.int32 .* expected floats"):
+        write_kv(pool, 0, good, good.int(), slots)
+    integers = KVLayout(1, 2, 4, 8, torch.int8).allocate(3)
+    with pytest.raises(ValueError, match=r"keys is torch\.float32 .* expected torch\.int8"):
+        write_kv(integers, 0, good, good, slots)
     with pytest.raises(ValueError, match=r"slot_mapping is torch\.int32"):
         write_kv(pool, 0, good, good, slots.int())
 

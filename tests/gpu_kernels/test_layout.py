@@ -65,7 +65,7 @@ def test_the_views_of_a_pool_cover_its_payload_exactly_once(order: Order) -> Non
         pool.key_view(layer).add_(1)
         pool.value_view(layer).add_(1)
     assert pool.payload.view(torch.float32).eq(1).all()
-    pool.blocks.add_(1)
+    pool.blocks.view(torch.float32).add_(1)
     assert pool.payload.view(torch.float32).eq(2).all()
 
 
