@@ -8,7 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, Unpack
 
-from rayserve_paged.core.config import DeploymentConfig, Dtype, PlacementPolicy, QueuePolicy
+from rayserve_paged.core.config import (
+    DeploymentConfig,
+    Dtype,
+    KvDtype,
+    PlacementPolicy,
+    QueuePolicy,
+)
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, RequestFailedError
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.core.sampling_params import SamplingParams
@@ -18,6 +24,7 @@ from rayserve_paged.load_config import load_config, user_cache_dir
 from rayserve_paged.loop_thread import LoopThread
 from rayserve_paged.model.loader import resolve_model
 from rayserve_paged.model.parallel import deal_heads
+from rayserve_paged.model.spec import check_kv_dtype
 from rayserve_paged.model.tokenizer import load_tokenizer
 from rayserve_paged.outputs import DeploymentAccounting, Pin, RequestOutput, StreamChunk
 from rayserve_paged.prompts import Prompt, as_batch
@@ -61,7 +68,9 @@ class LLM:
             and keep the last, partly filled blocks of finished requests for that.
         max_pinned_share: Share of each pool that pinned prefixes may hold, up to 0.9; 0 by
             default. Requests must fit into the rest.
-        dtype: Of weights and KV: "fp32" (the default), "bf16" or "fp16".
+        dtype: Of weights and activations: "fp32" (the default), "bf16" or "fp16".
+        kv_dtype: Of the KV cache: "fp32", "bf16", "fp16", "int8" or "fp8", the last two with a
+            scale for each slot and KV head; `dtype` by default.
         max_model_len: Most prompt and output tokens; the model's own limit by default.
         max_num_seqs: Sequences that run at once.
         max_num_batched_tokens: Tokens of one step; longer prompts are computed in chunks.
@@ -100,6 +109,7 @@ class LLM:
         partial_reuse: bool | None = None,
         max_pinned_share: float | None = None,
         dtype: Dtype | None = None,
+        kv_dtype: KvDtype | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -123,6 +133,7 @@ class LLM:
             "event_log_dir": None if event_log_dir is None else str(event_log_dir),
             "model.model": model,
             "model.dtype": dtype,
+            "model.kv_dtype": kv_dtype,
             "model.max_model_len": max_model_len,
             "cache.block_size": block_size,
             "cache.num_blocks": num_blocks,
@@ -150,8 +161,9 @@ class LLM:
             raise InvalidInputError(given[0], flags[given[0]], "nothing where `config` is given")
         self.config = config = with_absolute_paths(config)
         source = resolve_model(config.model.model, user_cache_dir())
-        # Refused here, it costs no start of a cluster.
+        # Refused here, they cost no start of a cluster.
         width = config.parallel.tensor_parallel_size
+        check_kv_dtype(source, config.model.kv_dtype)
         deal_heads(source.spec.num_heads, source.spec.num_kv_heads, width)
         # The tokenizer is read while the ranks start.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:

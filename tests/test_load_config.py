@@ -123,6 +123,7 @@ def test_a_null_in_the_file_is_a_value(tmp_path: Path) -> None:
         ("cache.partial_reuse", "maybe", "true or false"),
         ("cache.memory", "12 parsecs", 'a size such as 1048576 or "512MiB"'),
         ("model.dtype", "fp8", "'fp32', 'bf16' or 'fp16'"),
+        ("model.kv_dtype", "int4", "'fp32', 'bf16', 'fp16', 'int8' or 'fp8'"),
         ("model.model", "", "text with at least 1 character"),
         ("timeouts.poll_timeout_s", float("nan"), "a number greater than 0"),
     ],
@@ -213,7 +214,7 @@ def test_a_section_that_is_no_section_is_refused_with_its_fields() -> None:
     error = _refusal(flags={"model": "smollm2"})
     assert error.field == "model"
     assert error.accepted == (
-        "a section with the fields model.model, model.dtype, model.max_model_len"
+        "a section with the fields model.model, model.dtype, model.kv_dtype, model.max_model_len"
     )
 
 

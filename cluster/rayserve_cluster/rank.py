@@ -84,7 +84,7 @@ def start_rank(
     source = resolve_model(config.model.model, user_cache_dir())
     max_model_len = _max_model_len(config, source.spec.max_model_len)
     backend = _backend(device)
-    model = build_model(source, config.model.dtype, group, backend, device)
+    model = build_model(source, config.model.dtype, group, backend, device, config.model.kv_dtype)
     layout = model.kv_layout(config.cache.block_size)
     windows = tuple(group.window for group in source.spec.layer_groups)
     available_bytes = available_memory(device) // num_ranks_here
@@ -174,7 +174,7 @@ def _scope(
     return BlockScope(
         model_fingerprint=spec.fingerprint,
         dtype=config.model.dtype,
-        kv_dtype=str(layout.dtype).removeprefix("torch."),
+        kv_dtype=layout.coding,
         numerics=backend.numerics,
         # Rotary parameters are part of the model's fingerprint, and so are its layers' windows;
         # that of a request is part of its own scope.

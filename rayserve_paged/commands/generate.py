@@ -133,6 +133,9 @@ _DeadlineS = Annotated[
 _Tp = Annotated[int | None, _deployment("Ranks of each replica (1).")]
 _Replicas = Annotated[int | None, _deployment("Replicas (1).")]
 _Dtype = Annotated[str | None, _deployment("fp32 (the default), bf16 or fp16.")]
+_KvDtype = Annotated[
+    str | None, _deployment("Of the KV cache: fp32, bf16, fp16, int8 or fp8 (as --dtype).")
+]
 _BlockSize = Annotated[int | None, _deployment("Slots per block (16).")]
 _NumBlocks = Annotated[int | None, _deployment("Blocks of each rank's pool.")]
 _CacheMemory = Annotated[str | None, _deployment("Size of each rank's pool, such as 512MiB.")]
@@ -227,6 +230,7 @@ def generate(
     tp: _Tp = None,
     replicas: _Replicas = None,
     dtype: _Dtype = None,
+    kv_dtype: _KvDtype = None,
     block_size: _BlockSize = None,
     num_blocks: _NumBlocks = None,
     cache_memory: _CacheMemory = None,
@@ -287,6 +291,7 @@ def generate(
         "name": name,
         "model.model": model,
         "model.dtype": dtype,
+        "model.kv_dtype": kv_dtype,
         "model.max_model_len": max_model_len,
         "cache.block_size": block_size,
         "cache.num_blocks": num_blocks,

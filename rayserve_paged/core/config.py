@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+KvDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 QueuePolicy = Literal[
     "fcfs", "priority", "weighted-fair", "shortest-remaining", "longest-prefix-first"
 ]
@@ -45,6 +46,10 @@ class ModelConfig(_Section):
     model: str = Field(min_length=1)
     """A Hugging Face directory, a GGUF file, `smollm2` or `fingerprint`."""
     dtype: Dtype = "fp32"
+    """Of weights and activations."""
+    kv_dtype: KvDtype | None = None
+    """Of the KV cache; None for `dtype`. "int8" and "fp8" (e4m3) have a scale for each slot and KV
+    head."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Lower limit on prompt and output tokens than the model's own; None for the model's."""
 

@@ -7,16 +7,24 @@ import torch
 
 from rayserve_kernels.attention import AttentionBackend
 from rayserve_kernels.layout import KVLayout, KVPool
-from rayserve_paged.core.config import Dtype
+from rayserve_paged.core.config import Dtype, KvDtype
 from rayserve_paged.model.fingerprint import FingerprintModel
 from rayserve_paged.model.parallel import Collectives
-from rayserve_paged.model.spec import FingerprintSource, LlamaSource, ModelSource, ModelSpec
+from rayserve_paged.model.spec import (
+    FingerprintSource,
+    LlamaSource,
+    ModelSource,
+    ModelSpec,
+    check_kv_dtype,
+)
 from rayserve_paged.model.step_batch import StepBatch
 
-TORCH_DTYPES: dict[Dtype, torch.dtype] = {
+TORCH_DTYPES: dict[Dtype | KvDtype, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
 }
 
 
@@ -55,19 +63,23 @@ def build_model(
     collectives: Collectives,
     backend: AttentionBackend,
     device: torch.device | str = "cpu",
+    kv_dtype: KvDtype | None = None,
 ) -> StepModel:
     """Build this rank's part of a model.
 
     Args:
         source: From `loader.resolve_model`.
-        dtype: Of weights, activations and the pool; the fingerprint model has its own.
+        dtype: Of weights and activations; the fingerprint model has its own.
         collectives: The ranks of the tensor-parallel group.
         backend: Writes to and attends over the pool.
         device: Where weights and activations live.
+        kv_dtype: Of the pool; None for `dtype`.
 
     Raises:
-        InvalidInputError: The heads cannot be dealt over so many ranks, or a weight is missing.
+        InvalidInputError: The heads cannot be dealt over so many ranks, a weight is missing, or the
+            model has a dtype of its own for its pool.
     """
+    check_kv_dtype(source, kv_dtype)
     match source:
         case FingerprintSource():
             return FingerprintModel(source.config, collectives, backend)
@@ -76,7 +88,12 @@ def build_model(
             from rayserve_paged.model.transformer import ShardedTransformer
 
             return ShardedTransformer(
-                source, TORCH_DTYPES[dtype], collectives, backend, torch.device(device)
+                source,
+                TORCH_DTYPES[dtype],
+                collectives,
+                backend,
+                torch.device(device),
+                TORCH_DTYPES[kv_dtype or dtype],
             )
         case _:
             assert_never(source)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from rayserve_paged.core.attention_window import FULL_ATTENTION, AttentionWindow
 from rayserve_paged.core.block_identity import Adapter
+from rayserve_paged.core.config import KvDtype
+from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.model.layer_groups import LayerGroup, group_layers
 
 
@@ -119,3 +121,14 @@ class FingerprintSource:
 
 ModelSource = LlamaSource | FingerprintSource
 """Where a model comes from; picklable, so that every rank builds its part from the same one."""
+
+
+def check_kv_dtype(source: ModelSource, kv_dtype: KvDtype | None) -> None:
+    """Refuse a dtype of the cache where the model has one of its own.
+
+    Raises:
+        InvalidInputError: It was given for the fingerprint model.
+    """
+    if kv_dtype is not None and isinstance(source, FingerprintSource):
+        accepted = "nothing for the fingerprint model, whose cache holds integers"
+        raise InvalidInputError("model.kv_dtype", kv_dtype, accepted)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
-from rayserve_kernels.layout import KVLayout, KVPool
+from rayserve_kernels.layout import SCALED_DTYPES, KVLayout, KVPool
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.model.layer_groups import places_of
 from rayserve_paged.model.parallel import Collectives, HeadShare, deal, deal_heads
@@ -32,10 +32,11 @@ class ShardedTransformer:
 
     Args:
         source: The model; the rank reads its own slices of the weights.
-        dtype: Of weights, activations and the pool.
+        dtype: Of weights and activations.
         collectives: The ranks that hold the other parts.
         backend: Writes to and attends over the pool.
         device: Where weights and activations live.
+        kv_dtype: Of the pool, which has scales where it is one of `SCALED_DTYPES`.
 
     Raises:
         InvalidInputError: The heads cannot be dealt over so many ranks, or a weight is missing or
@@ -49,11 +50,12 @@ class ShardedTransformer:
         collectives: Collectives,
         backend: AttentionBackend,
         device: torch.device,
+        kv_dtype: torch.dtype,
     ) -> None:
         self.spec = source.spec
         shares = deal_heads(self.spec.num_heads, self.spec.num_kv_heads, collectives.world_size)
         self._share = shares[collectives.rank]
-        self._dtype = dtype
+        self._kv_dtype = kv_dtype
         self._collectives = collectives
         self._backend = backend
         self._places = places_of(self.spec.layer_groups)
@@ -70,7 +72,8 @@ class ShardedTransformer:
             num_kv_heads=len(self._share.kv_heads),
             block_size=block_size,
             head_dim=self.spec.head_dim,
-            dtype=self._dtype,
+            dtype=self._kv_dtype,
+            scaled=self._kv_dtype in SCALED_DTYPES,
         )
 
     @torch.inference_mode()

@@ -1,24 +1,32 @@
 """What a rank computes attention with, and that its blocks say so."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from random_llama import make_llama
 
-from rayserve_cluster.rank import start_rank
+from rayserve_cluster.rank import Rank, start_rank
 from rayserve_cluster.tp_group import TpGroup
 from rayserve_kernels.native_cpu import native_or_torch
 from rayserve_paged.core.config import DeploymentConfig
+from rayserve_paged.core.errors import InvalidInputError
+
+__all__ = ["make_llama"]
+
+
+def started(**sections: dict[str, object]) -> Rank:
+    config = DeploymentConfig.model_validate(sections)
+    group = TpGroup(0, 1, timeout_s=10.0)
+    try:
+        return start_rank(config, group, None, "first")
+    finally:
+        group.abort("done")
 
 
 def numerics() -> str:
-    config = DeploymentConfig.model_validate(
-        {"model": {"model": "fingerprint"}, "cache": {"num_blocks": 8, "block_size": 8}}
-    )
-    group = TpGroup(0, 1, timeout_s=10.0)
-    try:
-        return start_rank(config, group, None, "first").scope.numerics
-    finally:
-        group.abort("done")
+    cache: dict[str, object] = {"num_blocks": 8, "block_size": 8}
+    return started(model={"model": "fingerprint"}, cache=cache).scope.numerics
 
 
 def test_blocks_that_the_native_kernel_had_a_part_in_match_no_others(
@@ -29,3 +37,31 @@ def test_blocks_that_the_native_kernel_had_a_part_in_match_no_others(
     monkeypatch.setenv("RAYSERVE_CACHE_DIR", str(tmp_path / "other"))
     monkeypatch.setenv("PATH", "")
     assert numerics() == "default"
+
+
+def test_the_scope_names_the_coding_and_memory_buys_blocks_with_their_scales(
+    make_llama: Callable[..., Path],
+) -> None:
+    model = str(make_llama(head_dim=32))
+    roots = set()
+    for kv_dtype, coding, vector_bytes in (
+        (None, "float32", 128),
+        ("fp16", "float16", 64),
+        ("int8", "int8-per-slot", 36),
+        ("fp8", "float8_e4m3fn-per-slot", 36),
+    ):
+        rank = started(
+            model={"model": model, "kv_dtype": kv_dtype}, cache={"memory": 2**20, "block_size": 8}
+        )
+        assert rank.scope.kv_dtype == coding
+        # 2 layers, K and V, 3 KV heads, 8 slots.
+        block_bytes = 2 * 2 * 3 * 8 * vector_bytes
+        assert rank.limits.num_blocks == 2**20 // block_bytes
+        assert rank.runner.pool.payload.numel() == rank.limits.num_blocks * block_bytes
+        roots.add(rank.scope.root())
+    assert len(roots) == 4
+
+
+def test_a_dtype_for_the_cache_of_the_fingerprint_model_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"model\.kv_dtype='fp8' .* nothing for the finger"):
+        started(model={"model": "fingerprint", "kv_dtype": "fp8"})

@@ -262,6 +262,8 @@ def test_every_sampling_parameter_may_be_set_by_a_line(run: Run, tmp_path: Path)
         (["--block-size", "0"], "cache.block_size=0 is not accepted"),
         (["--replicas", "0"], "parallel.num_replicas=0 is not accepted"),
         (["--dtype", "fp4"], "model.dtype='fp4' is not accepted"),
+        (["--kv-dtype", "int4"], "model.kv_dtype='int4' is not accepted: expected 'fp32', 'bf16'"),
+        (["--kv-dtype", "int8"], "model.kv_dtype='int8' is not accepted: expected nothing for the"),
         (["--cache-memory", "4096TiB"], "values that fit together: give num_blocks or memory"),
         (["--num-blocks", "9000000000000"], "at most"),
         (["--max-model-len", "4"], "prompt='5 tokens' is not accepted: expected at most 3 tokens"),

@@ -115,6 +115,9 @@ class Gang:
         for pool in self.pools:
             pool.keys.fill_(77)
             pool.values.fill_(-99)
+            if pool.key_scales is not None and pool.value_scales is not None:
+                pool.key_scales.fill_(77)
+                pool.value_scales.fill_(-99)
         self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
 
     def start(self, token_ids: Sequence[int], content: RowContent | None = None) -> DrivenSequence:
