@@ -137,6 +137,18 @@ def test_windows_hide_codes_as_they_hide_floats(
     assert max_abs_diff(rows[:1], [wanted]) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("coding", SCALED_DTYPES)
+def test_scores_over_codes_are_capped_and_biased_as_over_floats(
+    paged_batch: Callable, coding: torch.dtype
+) -> None:
+    layout = KVLayout(1, 2, 4, 16, coding, scaled=True)
+    batch = paged_batch(layout, 4, NUM_COMPUTED, NUM_NEW, dtype=torch.bfloat16)
+    batch.soft_cap, batch.alibi_slopes = 2.0, 0.5 ** torch.arange(1, 5)
+    output, wanted = batch.step(TorchBackend()), batch.step(ReferenceBackend(torch.float64))
+    assert {rows.dtype for rows in output} == {torch.bfloat16}
+    assert max_abs_diff(output, wanted) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
