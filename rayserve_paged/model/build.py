@@ -11,8 +11,8 @@ from rayserve_paged.core.config import Dtype, KvDtype
 from rayserve_paged.model.fingerprint import FingerprintModel
 from rayserve_paged.model.parallel import Collectives
 from rayserve_paged.model.spec import (
+    DirectorySource,
     FingerprintSource,
-    LlamaSource,
     ModelSource,
     ModelSpec,
     check_kv_dtype,
@@ -83,7 +83,7 @@ def build_model(
     match source:
         case FingerprintSource():
             return FingerprintModel(source.config, collectives, backend)
-        case LlamaSource():
+        case DirectorySource():
             # Here, so that the fingerprint model does without transformers.
             from rayserve_paged.model.transformer import ShardedTransformer
 

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.model.architectures import (
+    find_architecture,
+    layer_windows,
+    longest_uniform_rotation,
+)
 from rayserve_paged.model.gguf_conversion import converted_directory
 from rayserve_paged.model.json_files import read_json_object
 from rayserve_paged.model.safetensors_files import read_header, safetensors_paths
 from rayserve_paged.model.spec import (
+    DirectorySource,
     FingerprintConfig,
     FingerprintSource,
-    LlamaSource,
     ModelSource,
     ModelSpec,
 )
@@ -63,8 +68,9 @@ def _smollm2_path() -> Path:
     raise InvalidInputError("model", "smollm2", accepted)
 
 
-def _from_directory(name: str, directory: Path) -> LlamaSource:
+def _from_directory(name: str, directory: Path) -> DirectorySource:
     config = _read_config(directory)
+    architecture = find_architecture(directory, config)
     if not safetensors_paths(directory):
         raise InvalidInputError("model", str(directory), "a directory with model.safetensors")
     num_heads = _size(directory, config, "num_attention_heads")
@@ -77,30 +83,29 @@ def _from_directory(name: str, directory: Path) -> LlamaSource:
     if num_heads % num_kv_heads:
         accepted = f"a model whose {num_heads} query heads are a multiple of its KV heads"
         raise InvalidInputError("model", str(directory), f"{accepted}, not of {num_kv_heads}")
+    num_layers = _size(directory, config, "num_hidden_layers")
+    max_positions = _size(directory, config, "max_position_embeddings")
     spec = ModelSpec(
-        num_layers=_size(directory, config, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=min(FileTokenizer(directory).vocab_size, _size(directory, config, "vocab_size")),
-        max_model_len=_size(directory, config, "max_position_embeddings"),
+        max_model_len=longest_uniform_rotation(config, max_positions),
         eos_token_ids=_eos_token_ids(directory, config),
         fingerprint=fingerprint(directory),
+        layer_windows=layer_windows(architecture, directory, config, num_layers),
     )
-    return LlamaSource(name=name, spec=spec, directory=directory)
+    return DirectorySource(name, spec, directory, architecture)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
-    accepted = "a directory with the config.json of a Llama model"
     if not path.is_file():
-        raise InvalidInputError("model", str(directory), accepted)
+        raise InvalidInputError("model", str(directory), "a directory with a config.json")
     config = read_json_object(path)
-    if config.get("model_type") != "llama":
-        kind = config.get("model_type")
-        raise InvalidInputError("model", str(directory), f"{accepted}, not of {kind!r}")
     if config.get("quantization_config") is not None:
-        raise InvalidInputError("model", str(directory), f"{accepted} that is not quantised")
+        raise InvalidInputError("model", str(directory), "a model that is not quantised")
     return config
 
 

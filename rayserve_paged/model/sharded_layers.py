@@ -57,16 +57,28 @@ class VocabEmbedding(nn.Module):
         weight: [rows of this rank, hidden_size].
         rows: Token ids of those rows.
         collectives: The ranks that hold the other rows.
+        scale: Factor on the embeddings, rounded to their dtype; None for none.
     """
 
-    def __init__(self, weight: torch.Tensor, rows: range, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        rows: range,
+        collectives: Collectives,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self._rows = rows
         self._collectives = collectives
+        self._scale = None if scale is None else weight.new_tensor(scale)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [...] -> [..., hidden_size], equal on every rank."""
+        x = self._look_up(token_ids)
+        return x if self._scale is None else x * self._scale
+
+    def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._collectives.world_size == 1:
             return nn.functional.embedding(token_ids, self.weight)
         held = (token_ids >= self._rows.start) & (token_ids < self._rows.stop)

@@ -8,6 +8,7 @@ from rayserve_paged.core.attention_window import FULL_ATTENTION, AttentionWindow
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.config import KvDtype
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.model.architectures import Architecture
 from rayserve_paged.model.layer_groups import LayerGroup, group_layers
 
 
@@ -90,18 +91,20 @@ class FingerprintConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LlamaSource:
-    """A Hugging Face directory with a Llama model, as `loader.resolve_model` found it.
+class DirectorySource:
+    """A Hugging Face directory with a language model, as `loader.resolve_model` found it.
 
     Args:
         name: What the user asked for.
         spec: Sizes, limits and identity.
         directory: Holds config.json, the safetensors files and the tokenizer's files.
+        architecture: Its family.
     """
 
     name: str
     spec: ModelSpec
     directory: Path
+    architecture: Architecture
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ class FingerprintSource:
     spec: ModelSpec
 
 
-ModelSource = LlamaSource | FingerprintSource
+ModelSource = DirectorySource | FingerprintSource
 """Where a model comes from; picklable, so that every rank builds its part from the same one."""
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, assert_never
 
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.model.json_files import read_json_object
-from rayserve_paged.model.spec import FingerprintSource, LlamaSource, ModelSource
+from rayserve_paged.model.spec import DirectorySource, FingerprintSource, ModelSource
 
 
 class Tokenizer(Protocol):
@@ -155,7 +155,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     match source:
         case FingerprintSource():
             return ByteTokenizer(source.spec.vocab_size)
-        case LlamaSource():
+        case DirectorySource():
             return FileTokenizer(source.directory)
         case _:
             assert_never(source)

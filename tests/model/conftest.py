@@ -11,19 +11,21 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
-from random_llama import make_llama
+from random_model import make_llama, make_model
 
 from rayserve_kernels.attention import AttentionMetadata
 from rayserve_paged.model.build import StepModel
 from rayserve_paged.model.loader import resolve_model
 from rayserve_paged.model.parallel import Collectives, SoloCollectives
 from rayserve_paged.model.row_content import RowContent
-from rayserve_paged.model.spec import LlamaSource
+from rayserve_paged.model.spec import DirectorySource
 from rayserve_paged.model.step_batch import StepBatch
 
-__all__ = ["make_llama"]
+__all__ = ["make_llama", "make_model"]
 
 TIMEOUT_S = 60.0
+# Padding, and what windows hide, may hold anything: a block that does not exist shows who looks.
+NO_BLOCK = 2**31 - 1
 
 T = TypeVar("T")
 
@@ -78,7 +80,10 @@ def run_ranks(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 @dataclasses.dataclass
 class DrivenSequence:
-    """A sequence of the driver: all its tokens, how many are computed, and its blocks."""
+    """A sequence of the driver: all its tokens, how many are computed, and its blocks.
+
+    For each place of `block_size` tokens it has one block of each layer group.
+    """
 
     token_ids: list[int]
     num_computed: int
@@ -118,6 +123,7 @@ class Gang:
             if pool.key_scales is not None and pool.value_scales is not None:
                 pool.key_scales.fill_(77)
                 pool.value_scales.fill_(-99)
+        self._windows = [group.window for group in self.models[0].spec.layer_groups]
         self._free = np.random.default_rng(seed).permutation(num_blocks).tolist()
 
     def start(self, token_ids: Sequence[int], content: RowContent | None = None) -> DrivenSequence:
@@ -129,7 +135,8 @@ class Gang:
     def step(self, work: Sequence[tuple[DrivenSequence, int]]) -> torch.Tensor:
         """Compute `count` tokens of each sequence; logits of each one's last token of the step."""
         for sequence, count in work:
-            while len(sequence.block_ids) * self.block_size < sequence.num_computed + count:
+            num_places = -(-(sequence.num_computed + count) // self.block_size)
+            while len(sequence.block_ids) < num_places * len(self._windows):
                 sequence.block_ids.append(self.take_block())
         batch = self.batch(work)
         calls = [
@@ -144,13 +151,9 @@ class Gang:
         return results[0]
 
     def batch(self, work: Sequence[tuple[DrivenSequence, int]]) -> StepBatch:
-        width = max(len(sequence.block_ids) for sequence, _ in work)
-        # Padding may hold anything: a block id that does not exist shows who looks at it.
-        tables = np.full((len(work), width), 2**31 - 1, dtype=np.int32)
         token_ids: list[int] = []
         positions: list[int] = []
-        for row, (sequence, count) in enumerate(work):
-            tables[row, : len(sequence.block_ids)] = sequence.block_ids
+        for sequence, count in work:
             end = sequence.num_computed + count
             assert end <= len(sequence.token_ids)
             token_ids += sequence.token_ids[sequence.num_computed : end]
@@ -164,14 +167,29 @@ class Gang:
         return StepBatch(
             token_ids=torch.tensor(token_ids),
             positions=torch.tensor(positions),
-            metadata=(
-                AttentionMetadata.for_step(
-                    tables, [s.num_computed for s, _ in work], counts, self.block_size
-                ),
-            ),
+            metadata=tuple(self._metadata(work, group) for group in range(len(self._windows))),
             logits_rows=torch.tensor(np.cumsum(counts) - 1),
             salts=salts,
         )
+
+    def _metadata(
+        self, work: Sequence[tuple[DrivenSequence, int]], group: int
+    ) -> AttentionMetadata:
+        window, of_each = self._windows[group], []
+        for sequence, _ in work:
+            table = np.array(sequence.block_ids[group :: len(self._windows)])
+            table[: window.num_unread_blocks(sequence.num_computed, self.block_size)] = NO_BLOCK
+            of_each.append(table)
+        tables = np.full((len(work), max(map(len, of_each))), NO_BLOCK, dtype=np.int32)
+        for row, table in enumerate(of_each):
+            tables[row, : len(table)] = table
+        masks = {}
+        if window.size is not None:
+            masks["windows"] = np.full(len(work), window.size, np.int32)
+            masks["num_sinks"] = np.full(len(work), window.num_sink_tokens, np.int32)
+        num_computed = [sequence.num_computed for sequence, _ in work]
+        counts = [count for _, count in work]
+        return AttentionMetadata.for_step(tables, num_computed, counts, self.block_size, **masks)
 
     def logits(self, token_ids: Sequence[int], chunks: Sequence[int] = ()) -> torch.Tensor:
         """fp32 [vocab_size] after the last token, computed in these chunks and then the rest."""
@@ -189,28 +207,39 @@ class Gang:
         contents: Sequence[RowContent | None] | None = None,
     ) -> list[list[int]]:
         """Greedy outputs of several prompts, batched, at most `budget` tokens a step."""
+        logits = self.greedy_logits(prompts, num_tokens, budget, contents)
+        return [rows.argmax(dim=1).tolist() for rows in logits]
+
+    def greedy_logits(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        budget: int = 1 << 20,
+        contents: Sequence[RowContent | None] | None = None,
+    ) -> list[torch.Tensor]:
+        """As `greedy`, what the tokens were chosen by: fp32 [num_tokens, vocab_size] of each."""
         of_each = contents or [None] * len(prompts)
         sequences = [
             self.start(prompt, content) for prompt, content in zip(prompts, of_each, strict=True)
         ]
         ends = [len(prompt) + num_tokens for prompt in prompts]
+        logits: list[list[torch.Tensor]] = [[] for _ in prompts]
         while True:
-            left, work = budget, []
-            for sequence, end in zip(sequences, ends, strict=True):
+            left, work, sampled = budget, [], []
+            for sequence, end, rows in zip(sequences, ends, logits, strict=True):
                 known = len(sequence.token_ids)
                 count = min(known - sequence.num_computed, left)
                 if count and known < end:
                     work.append((sequence, count))
+                    sampled.append(rows)
                     left -= count
             if not work:
                 break
-            for (sequence, _), row in zip(work, self.step(work), strict=True):
+            for (sequence, _), rows, row in zip(work, sampled, self.step(work), strict=True):
                 if sequence.num_computed == len(sequence.token_ids):
+                    rows.append(row)
                     sequence.token_ids.append(int(row.argmax()))
-        return [
-            sequence.token_ids[len(prompt) :]
-            for sequence, prompt in zip(sequences, prompts, strict=True)
-        ]
+        return [torch.stack(rows) for rows in logits]
 
 
 @pytest.fixture
@@ -225,9 +254,9 @@ def golden() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Iterator[LlamaSource]:
+def smollm2() -> Iterator[DirectorySource]:
     # Not pytest's own temporary directory, which is kept: the copy has half a gigabyte.
     with tempfile.TemporaryDirectory(prefix="rayserve-paged-test-") as directory:
         source = resolve_model("smollm2", Path(directory))
-        assert isinstance(source, LlamaSource)
+        assert isinstance(source, DirectorySource)
         yield source

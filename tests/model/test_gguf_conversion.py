@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.model.gguf_conversion import convert, converted_directory, unpermute
 from rayserve_paged.model.loader import resolve_model
-from rayserve_paged.model.spec import LlamaSource
+from rayserve_paged.model.spec import DirectorySource
 
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB, LAYERS = 64, 96, 4, 2, 40, 2
 STEMS = {
@@ -86,7 +86,7 @@ def write_gguf(path: Path, extra: Callable[[gguf.GGUFWriter], None] | None = Non
 def test_every_weight_comes_back_under_its_name_and_in_its_order(tmp_path: Path) -> None:
     weights = write_gguf(tmp_path / "model.gguf")
     source = resolve_model(str(tmp_path / "model.gguf"), tmp_path / "cache")
-    assert isinstance(source, LlamaSource)
+    assert isinstance(source, DirectorySource)
     found = load_file(source.directory / "model.safetensors")
     assert found.keys() == weights.keys()
     for name, weight in weights.items():
@@ -180,7 +180,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> No
 
 @pytest.mark.slow
 def test_the_weights_equal_those_that_transformers_reads_from_the_gguf(
-    smollm2: LlamaSource,
+    smollm2: DirectorySource,
 ) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
     from transformers.models.llama.configuration_llama import LlamaConfig

@@ -11,7 +11,7 @@ from rayserve_kernels.attention import AttentionBackend, TorchBackend
 from rayserve_kernels.native_build import COMPILERS, build_library, widest
 from rayserve_kernels.native_cpu import NativeBackend
 from rayserve_paged.model.build import build_model
-from rayserve_paged.model.spec import LlamaSource
+from rayserve_paged.model.spec import DirectorySource
 
 MakeGang = Callable[..., Any]
 
@@ -26,7 +26,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> NativeBackend:
 
 def check(
     make_gang: MakeGang,
-    source: LlamaSource,
+    source: DirectorySource,
     golden: dict[str, Any],
     num_tokens: int,
     world_size: int,
@@ -45,13 +45,13 @@ def check(
 
 
 def test_greedy_ids_equal_the_golden_ones(
-    make_gang: MakeGang, smollm2: LlamaSource, golden: dict[str, Any]
+    make_gang: MakeGang, smollm2: DirectorySource, golden: dict[str, Any]
 ) -> None:
     check(make_gang, smollm2, golden, 32, 1, 16, TorchBackend())
 
 
 def test_greedy_ids_of_native_attention_equal_the_golden_ones(
-    make_gang: MakeGang, smollm2: LlamaSource, golden: dict[str, Any], native: NativeBackend
+    make_gang: MakeGang, smollm2: DirectorySource, golden: dict[str, Any], native: NativeBackend
 ) -> None:
     check(make_gang, smollm2, golden, 32, 1, 16, native)
 
@@ -61,7 +61,7 @@ def test_greedy_ids_of_native_attention_equal_the_golden_ones(
 @pytest.mark.parametrize("block_size", [8, 32])
 def test_greedy_ids_equal_the_golden_ones_at_other_widths(
     make_gang: MakeGang,
-    smollm2: LlamaSource,
+    smollm2: DirectorySource,
     golden: dict[str, Any],
     world_size: int,
     block_size: int,
@@ -74,7 +74,7 @@ def test_greedy_ids_equal_the_golden_ones_at_other_widths(
 @pytest.mark.parametrize("block_size", [8, 32])
 def test_greedy_ids_of_native_attention_equal_the_golden_ones_at_other_widths(
     make_gang: MakeGang,
-    smollm2: LlamaSource,
+    smollm2: DirectorySource,
     golden: dict[str, Any],
     native: NativeBackend,
     world_size: int,
@@ -84,7 +84,7 @@ def test_greedy_ids_of_native_attention_equal_the_golden_ones_at_other_widths(
 
 
 def test_the_converted_weights_are_those_of_the_golden_file(
-    smollm2: LlamaSource, golden: dict[str, Any]
+    smollm2: DirectorySource, golden: dict[str, Any]
 ) -> None:
     with (smollm2.directory / "model.safetensors").open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

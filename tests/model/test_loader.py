@@ -10,12 +10,12 @@ import pytest
 
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.model.loader import fingerprint, resolve_model
-from rayserve_paged.model.spec import FingerprintConfig, FingerprintSource, LlamaSource
+from rayserve_paged.model.spec import DirectorySource, FingerprintConfig, FingerprintSource
 
 MakeLlama = Callable[..., Path]
 
 
-def test_smollm2_is_found_in_its_package_and_described(smollm2: LlamaSource) -> None:
+def test_smollm2_is_found_in_its_package_and_described(smollm2: DirectorySource) -> None:
     spec = smollm2.spec
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (30, 9, 3, 64)
     assert (spec.vocab_size, spec.max_model_len, spec.eos_token_ids) == (49152, 8192, (2,))
@@ -25,7 +25,7 @@ def test_smollm2_is_found_in_its_package_and_described(smollm2: LlamaSource) -> 
     assert pickle.loads(pickle.dumps(smollm2)) == smollm2
 
 
-def test_a_converted_copy_is_used_again(smollm2: LlamaSource) -> None:
+def test_a_converted_copy_is_used_again(smollm2: DirectorySource) -> None:
     weights = smollm2.directory / "model.safetensors"
     before = weights.stat().st_mtime_ns
     assert resolve_model("smollm2", smollm2.directory.parent) == smollm2
@@ -60,7 +60,7 @@ def test_a_hugging_face_directory_is_described(make_llama: MakeLlama, tmp_path: 
     settings = {"eos_token_id": [5, 7]}
     (directory / "generation_config.json").write_text(json.dumps(settings))
     source = resolve_model(str(directory), tmp_path)
-    assert isinstance(source, LlamaSource)
+    assert isinstance(source, DirectorySource)
     assert source.directory == directory
     assert source.spec.vocab_size == 97
     assert source.spec.eos_token_ids == (5, 7)
@@ -79,8 +79,10 @@ def broken(directory: Path, **changes: object) -> str:
 @pytest.mark.parametrize(
     ("changes", "accepted"),
     [
-        ({"model_type": "mistral"}, "Llama model, not of 'mistral'"),
-        ({"model_type": None}, "Llama model, not of None"),
+        ({"model_type": "gpt2"}, "a model_type of llama, mistral, .* phi3, not 'gpt2'"),
+        ({"model_type": None}, "a model_type of llama, .*, not None"),
+        ({"model_type": ["llama"]}, r"a model_type of llama, .*, not \['llama'\]"),
+        ({"architectures": ["LlamaModel"]}, r"LlamaForCausalLM .*, not \['LlamaModel'\]"),
         ({"hidden_size": None, "head_dim": None}, "has hidden_size"),
         ({"num_hidden_layers": "2"}, "has num_hidden_layers"),
         ({"num_hidden_layers": True}, "has num_hidden_layers"),

@@ -8,12 +8,12 @@ import pytest
 
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.model.loader import resolve_model
-from rayserve_paged.model.spec import LlamaSource
+from rayserve_paged.model.spec import DirectorySource
 from rayserve_paged.model.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(smollm2: LlamaSource) -> FileTokenizer:
+def tokenizer(smollm2: DirectorySource) -> FileTokenizer:
     return FileTokenizer(smollm2.directory)
 
 
@@ -47,7 +47,7 @@ def test_special_tokens_are_recognised_in_a_prompt_and_silent_in_an_output(
 
 
 def test_special_tokens_around_a_text_are_added_where_asked_for(
-    smollm2: LlamaSource, tmp_path: Path
+    smollm2: DirectorySource, tmp_path: Path
 ) -> None:
     settings = json.loads((smollm2.directory / "tokenizer.json").read_text())
     settings["post_processor"] = {
@@ -69,7 +69,7 @@ def test_special_tokens_around_a_text_are_added_where_asked_for(
 
 
 def test_outputs_decode_as_the_library_decodes_them(
-    tokenizer: FileTokenizer, smollm2: LlamaSource, golden: dict[str, Any]
+    tokenizer: FileTokenizer, smollm2: DirectorySource, golden: dict[str, Any]
 ) -> None:
     from tokenizers import Tokenizer
 

@@ -14,7 +14,7 @@ from rayserve_paged.core.attention_window import FULL_ATTENTION, AttentionWindow
 from rayserve_paged.model.build import build_model
 from rayserve_paged.model.loader import resolve_model
 from rayserve_paged.model.parallel import SoloCollectives
-from rayserve_paged.model.spec import LlamaSource
+from rayserve_paged.model.spec import DirectorySource
 
 PROMPT = [(7 * place + place * place) % 97 for place in range(60)]
 
@@ -75,7 +75,7 @@ def test_a_llama_sees_what_its_windows_show_and_no_more(
 ) -> None:
     directory = make_llama(num_hidden_layers=4)
     source = resolve_model(str(directory), directory)
-    assert isinstance(source, LlamaSource)
+    assert isinstance(source, DirectorySource)
     spec = dataclasses.replace(source.spec, layer_windows=layer_windows)
     source = dataclasses.replace(source, spec=spec)
     model = build_model(source, "fp32", SoloCollectives(), TorchBackend())
