@@ -1,7 +1,7 @@
 """How fast decoding attends on this CPU: the native kernel beside what torch has, and a plain read.
 
 `python -m rayserve_kernels.bench [--json]`. All run in turn, layer after layer over more memory
-than caches hold, and the ratios are of medians.
+than caches hold, and the ratios are of medians. Beside int8, torch attends over bf16.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,14 @@ import torch
 import torch.nn.functional as F
 
 from rayserve_kernels.attention import AttentionBackend, AttentionMetadata, TorchBackend
-from rayserve_kernels.layout import KVLayout, KVPool, Order
-from rayserve_kernels.native_build import Width, build_library, compiler_version, widest
+from rayserve_kernels.layout import SCALED_DTYPES, KVLayout, KVPool, Order
+from rayserve_kernels.native_build import (
+    Width,
+    available_widths,
+    build_library,
+    compiler_version,
+    widest,
+)
 from rayserve_kernels.native_cpu import NativeBackend
 
 _BLOCK_SIZE = 16
@@ -30,7 +36,12 @@ _MIN_BYTES = 256 << 20
 _CONTEXT = 1024
 _BATCH_SIZES = (8, 32)
 _HEADS = ((9, 3, 64), (32, 8, 128))
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# How the pool stores keys and values, and the dtype of queries and of torch's attention beside it.
+_DTYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "int8": (torch.int8, torch.bfloat16),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,33 +57,45 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that the step must read in each layer."""
-        elements = self.batch_size * self.num_tokens * self.num_kv_heads * self.head_dim
-        return 2 * elements * _DTYPES[self.dtype].itemsize
+        """Bytes of keys and values that the step must read in each layer, scales included."""
+        vectors = 2 * self.batch_size * self.num_tokens * self.num_kv_heads
+        stored = _DTYPES[self.dtype][0]
+        scale_bytes = 4 if stored in SCALED_DTYPES else 0
+        return vectors * (self.head_dim * stored.itemsize + scale_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Medians of one case, in microseconds, and their ratios: more is better for `native`."""
+    """What one case took, in microseconds: samples of each contestant, in the order of rounds."""
 
     case: Case
-    native_us: float
-    sdpa_us: float
-    gather_us: float
-    read_us: float
+    native_us: Sequence[float]
+    contiguous_sdpa_us: Sequence[float]
+    gather_sdpa_us: Sequence[float]
+    read_us: Sequence[float]
 
     def as_dict(self) -> dict[str, Any]:
-        """As it is printed."""
+        """Medians and their ratios, as they are printed: more is better for `native`."""
+        native, sdpa, gather, read = (statistics.median(one) for one in self.samples().values())
         return {
             **dataclasses.asdict(self.case),
-            "native_us": round(self.native_us, 1),
-            "contiguous_sdpa_us": round(self.sdpa_us, 1),
-            "gather_sdpa_us": round(self.gather_us, 1),
-            "read_us": round(self.read_us, 1),
-            "over_contiguous_sdpa": round(self.sdpa_us / self.native_us, 2),
-            "over_gather_sdpa": round(self.gather_us / self.native_us, 2),
-            "share_of_read_rate": round(self.read_us / self.native_us, 2),
-            "native_gb_per_s": round(self.case.kv_bytes / self.native_us / 1000, 2),
+            "native_us": round(native, 1),
+            "contiguous_sdpa_us": round(sdpa, 1),
+            "gather_sdpa_us": round(gather, 1),
+            "read_us": round(read, 1),
+            "over_contiguous_sdpa": round(sdpa / native, 2),
+            "over_gather_sdpa": round(gather / native, 2),
+            "share_of_read_rate": round(read / native, 2),
+            "native_gb_per_s": round(self.case.kv_bytes / native / 1000, 2),
+        }
+
+    def samples(self) -> dict[str, Sequence[float]]:
+        """By contestant."""
+        return {
+            "native_us": self.native_us,
+            "contiguous_sdpa_us": self.contiguous_sdpa_us,
+            "gather_sdpa_us": self.gather_sdpa_us,
+            "read_us": self.read_us,
         }
 
 
@@ -100,7 +123,7 @@ def measure(
         num_rounds: Samples of each contestant.
         clock: Seconds.
     """
-    dtype = _DTYPES[case.dtype]
+    _stored, dtype = _DTYPES[case.dtype]
     num_layers = max(2, -(-_MIN_BYTES // case.kv_bytes))
     pool, metadata = _pool(case, order, num_layers)
     generator = torch.Generator().manual_seed(1)
@@ -109,7 +132,7 @@ def measure(
     )
     shape = (num_layers, 2, case.batch_size, case.num_kv_heads, case.num_tokens, case.head_dim)
     contiguous = torch.full(shape, 0.5, dtype=dtype)
-    words = contiguous.flatten(1).view(torch.int64)
+    words = torch.ones(num_layers, case.kv_bytes // 8, dtype=torch.int64)
     grouped = queries.unflatten(1, (case.num_kv_heads, -1))
     scale = case.head_dim**-0.5
     plain = TorchBackend()
@@ -125,18 +148,26 @@ def measure(
         lambda layer: words[layer].sum(),
     )
     with torch.inference_mode():
-        return Figures(case, *_medians_us(contestants, num_layers, num_rounds, clock))
+        return Figures(case, *_samples_us(contestants, num_layers, num_rounds, clock))
 
 
 def _pool(case: Case, order: Order, num_layers: int) -> tuple[KVPool, AttentionMetadata]:
     """A pool of scattered blocks, all written, and the step."""
     blocks_per_sequence = -(-case.num_tokens // _BLOCK_SIZE)
     num_blocks = case.batch_size * blocks_per_sequence
+    stored = _DTYPES[case.dtype][0]
+    is_scaled = stored in SCALED_DTYPES
     layout = KVLayout(
-        num_layers, case.num_kv_heads, _BLOCK_SIZE, case.head_dim, _DTYPES[case.dtype], order
+        *(num_layers, case.num_kv_heads, _BLOCK_SIZE, case.head_dim, stored, order),
+        scaled=is_scaled,
     )
     pool = layout.allocate(num_blocks)
-    pool.payload.view(layout.dtype).fill_(0.5)
+    if pool.key_scales is not None and pool.value_scales is not None:
+        pool.payload.fill_(1)
+        pool.key_scales.fill_(0.5)
+        pool.value_scales.fill_(0.5)
+    else:
+        pool.payload.view(stored).fill_(0.5)
     tables = np.random.default_rng(2).permutation(num_blocks).astype(np.int32)
     metadata = AttentionMetadata.for_step(
         tables.reshape(case.batch_size, -1),
@@ -147,13 +178,13 @@ def _pool(case: Case, order: Order, num_layers: int) -> tuple[KVPool, AttentionM
     return pool, metadata
 
 
-def _medians_us(
+def _samples_us(
     contestants: tuple[Callable[[int], torch.Tensor], ...],
     num_layers: int,
     num_rounds: int,
     clock: Callable[[], float],
-) -> list[float]:
-    """Median of each; they take turns, so that what else the machine does strikes all alike."""
+) -> list[list[float]]:
+    """Samples of each; they take turns, so that what else the machine does strikes all alike."""
     times: list[list[float]] = [[] for _ in contestants]
     for round_index in range(num_rounds + 1):
         layer = round_index % num_layers
@@ -162,7 +193,7 @@ def _medians_us(
             contestant(layer)
             own.append((clock() - start) * 1e6)
     # The first round warms up.
-    return [statistics.median(own[1:]) for own in times]
+    return [own[1:] for own in times]
 
 
 def machine(width: Width) -> dict[str, Any]:
@@ -195,7 +226,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="samples of each")
     parser.add_argument("--threads", type=int, help="torch's own number if not given")
     parser.add_argument("--order", choices=("block_major", "hnd", "nhd"), default="block_major")
-    parser.add_argument("--width", choices=("avx512", "avx2", "portable"), default=widest())
+    parser.add_argument("--width", choices=available_widths(), default=widest())
     parser.add_argument(
         "--cpu-time",
         action="store_true",
@@ -210,14 +241,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         backend = NativeBackend(build_library(Path(folder), chosen.width), chosen.width)
         about = {**machine(chosen.width), **_settings(chosen)}
-        results = []
+        results: list[dict[str, Any]] = []
+        samples: list[dict[str, Sequence[float]]] = []
         for case in all_cases():
             figures = measure(case, backend, chosen.order, chosen.rounds, clock)
             results.append(figures.as_dict())
+            samples.append(
+                {name: [round(us, 1) for us in of] for name, of in figures.samples().items()}
+            )
             if not chosen.json:
                 print(*(f"{name}={value}" for name, value in results[-1].items()), flush=True)
         if chosen.json:
-            json.dump({"machine": about, "cases": results}, sys.stdout, indent=1)
+            cases = [{**one, "samples": raw} for one, raw in zip(results, samples, strict=True)]
+            json.dump({"machine": about, "cases": cases}, sys.stdout, indent=1)
             print()
         else:
             print(*(f"{name}={value}" for name, value in about.items()), sep="\n")

@@ -6,21 +6,25 @@ import os
 import shutil
 import subprocess
 import tempfile
+import typing
 from pathlib import Path
 from typing import Final, Literal
 
 import torch
 
-Width = Literal["avx512", "avx2", "portable"]
+Width = Literal["avx512_bf16", "avx512", "avx2", "portable"]
 
 COMPILERS: Final = ("c++", "g++", "clang++")
 _SOURCES: Final = Path(__file__).with_name("native")
 _MAIN: Final = _SOURCES / "paged_attention.cpp"
 # Contraction off: what is fused is written down in the source.
 _FLAGS: Final = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
-_WIDTH_FLAGS: Final[dict[Width, tuple[str, ...]]] = {
-    "avx512": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
-    "avx2": ("-mavx2", "-mfma"),
+_AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
+_AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+WIDTH_FLAGS: Final[dict[Width, tuple[str, ...]]] = {
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
     "portable": (),
 }
 # The threads are OpenMP's, since torch has its pool from there: another pool beside it would
@@ -36,7 +40,16 @@ class BuildError(Exception):
 def widest() -> Width:
     """Widest instruction set of this processor that the kernels are built for."""
     known: dict[str, Width] = {"AVX512": "avx512", "AVX2": "avx2"}
-    return known.get(torch.backends.cpu.get_cpu_capability(), "portable")
+    width = known.get(torch.backends.cpu.get_cpu_capability(), "portable")
+    if width == "avx512" and torch.cpu.get_capabilities().get("avx512_bf16"):
+        return "avx512_bf16"
+    return width
+
+
+def available_widths() -> tuple[Width, ...]:
+    """Instruction sets that this processor has, the widest first."""
+    widths: tuple[Width, ...] = typing.get_args(Width)
+    return widths[widths.index(widest()) :]
 
 
 def build_library(cache_dir: Path, width: Width, compilers: tuple[str, ...] = COMPILERS) -> Path:
@@ -54,7 +67,7 @@ def build_library(cache_dir: Path, width: Width, compilers: tuple[str, ...] = CO
         BuildError: No compiler, it fails, or the cache cannot be written.
     """
     compiler = _find(compilers)
-    flags = (*_FLAGS, *_WIDTH_FLAGS[width])
+    flags = (*_FLAGS, *WIDTH_FLAGS[width])
     name = f"paged_attention-{width}-{_digest(compiler, flags)}.so"
     folder = cache_dir / "native"
     library = folder / name

@@ -9,27 +9,29 @@ from rayserve_kernels.bench import Case, Figures, all_cases, measure
 
 def test_the_cases_are_every_dtype_shape_and_batch() -> None:
     cases = list(all_cases())
-    assert len(set(cases)) == len(cases) == 8
+    assert len(set(cases)) == len(cases) == 12
     assert {(case.num_q_heads, case.num_kv_heads, case.head_dim) for case in cases} == {
         (9, 3, 64),
         (32, 8, 128),
     }
     assert {(case.dtype, case.batch_size, case.num_tokens) for case in cases} == {
-        (dtype, batch_size, 1024) for dtype in ("fp32", "bf16") for batch_size in (8, 32)
+        (dtype, batch_size, 1024) for dtype in ("fp32", "bf16", "int8") for batch_size in (8, 32)
     }
 
 
 def test_a_ratio_above_one_means_that_the_native_kernel_is_faster() -> None:
     case = Case("bf16", 32, 8, 128, 32)
     assert case.kv_bytes == 2 * 32 * 1024 * 8 * 128 * 2
-    figures = Figures(case, native_us=100.0, sdpa_us=150.0, gather_us=400.0, read_us=70.0).as_dict()
+    assert Case("int8", 32, 8, 128, 32).kv_bytes == 2 * 32 * 1024 * 8 * (128 + 4)
+    figures = Figures(case, [90.0, 100.0, 900.0], [150.0] * 3, [400.0] * 3, [70.0] * 3).as_dict()
+    assert figures["native_us"] == 100.0
     assert figures["over_contiguous_sdpa"] == 1.5
     assert figures["over_gather_sdpa"] == 4.0
     assert figures["share_of_read_rate"] == 0.7
     assert figures["native_gb_per_s"] == 1342.18
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
 def test_a_case_is_measured_over_scattered_blocks(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,4 +47,6 @@ def test_a_case_is_measured_over_scattered_blocks(
 
     figures = measure(Case(dtype, 6, 2, 16, 2, 40), Watched(), "block_major", 3)
     assert layers == [0, 1, 0, 1]
-    assert min(figures.native_us, figures.sdpa_us, figures.gather_us, figures.read_us) > 0
+    for samples in figures.samples().values():
+        assert len(samples) == 3
+        assert min(samples) > 0

@@ -18,7 +18,7 @@ Batch = Any
 """A `PagedBatch` of conftest.py, which cannot be imported."""
 
 ORDERS: tuple[Order, ...] = typing.get_args(Order)
-TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 NO_WINDOW = 2**31 - 1
 # Decodes, prompts and chunks; lengths around multiples of a tile (64) and of a split (512).
 NUM_COMPUTED = [0, 63, 64, 511, 512, 700, 0, 0, 30, 490, 5]
@@ -94,8 +94,13 @@ def rows_of(
 
 
 # (num_q_heads, num_kv_heads): multi-head, grouped by 2, 3, 4, 7, multi-query.
-@pytest.mark.parametrize("num_heads", [(3, 3), (4, 2), (6, 2), (8, 2), (7, 1), (1, 1)])
-@pytest.mark.parametrize("head_dim", [5, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads"),
+    [
+        *((5, (6, 2)), (64, (3, 3)), (64, (7, 1)), (80, (4, 2)), (96, (8, 2)), (128, (1, 1))),
+        *((128, (8, 2)), (256, (7, 1))),
+    ],
+)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_native_attention_agrees_with_the_float64_oracle(
     paged_batch: Callable[..., Batch],
@@ -109,8 +114,13 @@ def test_native_attention_agrees_with_the_float64_oracle(
     assert max_abs_diff(batch.step(native), batch.oracle()) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 8, 40, 64, 130])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("block_size", "dtype"),
+    [
+        *((1, torch.float32), (3, torch.bfloat16), (8, torch.float16), (40, torch.float32)),
+        *((64, torch.bfloat16), (130, torch.float32)),
+    ],
+)
 def test_native_attention_takes_blocks_of_every_size(
     paged_batch: Callable[..., Batch], native: NativeBackend, dtype: torch.dtype, block_size: int
 ) -> None:
@@ -118,8 +128,9 @@ def test_native_attention_takes_blocks_of_every_size(
     assert max_abs_diff(batch.step(native), batch.oracle()) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("dtype", "block_size"), [(torch.float32, 4), (torch.bfloat16, 16), (torch.float16, 4)]
+)
 def test_every_layout_gives_the_same_bits_by_the_native_kernel(
     paged_batch: Callable[..., Batch], native: NativeBackend, dtype: torch.dtype, block_size: int
 ) -> None:
@@ -136,8 +147,9 @@ def test_every_layout_gives_the_same_bits_by_the_native_kernel(
     ("windows", "sinks"),
     [(WINDOWS, SINKS), ([1] * 11, [0] * 11), ([16] * 11, [4] * 11), ([90] * 11, SINKS)],
 )
-@pytest.mark.parametrize("block_size", [3, 16])
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("dtype", "block_size"), [(torch.float32, 3), (torch.bfloat16, 16), (torch.float16, 3)]
+)
 def test_native_windows_agree_with_the_oracle_whatever_the_hidden_slots_hold(
     paged_batch: Callable[..., Batch],
     native: NativeBackend,
@@ -161,8 +173,9 @@ def test_a_window_of_the_whole_length_gives_the_bits_of_full_native_attention(
     assert all(map(torch.equal, with_windows(batch, lengths, [3] * 11).step(native), plain))
 
 
-@pytest.mark.parametrize("num_heads", [(3, 3), (6, 2), (8, 2), (70, 1)])
-@pytest.mark.parametrize("head_dim", [5, 64, 80])
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads"), [(64, (3, 3)), (80, (6, 2)), (5, (8, 2)), (64, (70, 1))]
+)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_a_sequence_gets_the_same_native_bits_alone_and_in_any_batch(
     paged_batch: Callable[..., Batch],
@@ -189,8 +202,9 @@ def test_a_sequence_gets_the_same_native_bits_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize("masks", [{}, {"window": 70, "num_sinks": 3}])
-@pytest.mark.parametrize("head_dim", [64, 80])
-@pytest.mark.parametrize("num_heads", [(2, 2), (6, 2), (4, 1), (7, 1)])
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads"), [(64, (2, 2)), (80, (6, 2)), (96, (4, 1)), (64, (7, 1))]
+)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_a_prompt_in_any_chunks_gives_the_native_bits_of_one_step(
     paged_batch: Callable[..., Batch],
@@ -295,7 +309,7 @@ def test_strided_queries_as_a_model_passes_them_are_taken_natively(
     assert torch.equal(output, torch.cat(plain))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float64])
 def test_dtypes_that_the_native_kernel_does_not_take_are_left_to_torch(
     paged_batch: Callable[..., Batch], native: NativeBackend, dtype: torch.dtype
 ) -> None:

@@ -7,15 +7,10 @@ from pathlib import Path
 import pytest
 
 from rayserve_kernels import native_build
-from rayserve_kernels.native_build import COMPILERS, Width
+from rayserve_kernels.native_build import COMPILERS, WIDTH_FLAGS, Width
 
 DRIVER = Path(__file__).with_name("native") / "driver.cpp"
 SOURCES = Path(native_build.__file__).with_name("native")
-WIDTH_FLAGS: dict[Width, list[str]] = {
-    "avx512": ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
-    "avx2": ["-mavx2", "-mfma"],
-    "portable": [],
-}
 
 
 def build(compiler: str, folder: Path, source: Path, *flags: str) -> subprocess.CompletedProcess:

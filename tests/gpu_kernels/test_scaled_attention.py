@@ -151,14 +151,90 @@ def test_scores_over_codes_are_capped_and_biased_as_over_floats(
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [
-        (KVLayout(1, 2, 4, 16, torch.bfloat16), torch.float32),
-        (KVLayout(1, 2, 4, 16, torch.float32), torch.bfloat16),
-    ],
+    [(layout, FLOATS[place % 3]) for place, layout in enumerate(LAYOUTS)],
+    ids=str,
 )
-def test_the_native_backend_leaves_to_torch_what_its_kernel_does_not_take(
+def test_native_attention_over_codes_agrees_with_the_float64_oracle(
     paged_batch: Callable, native: NativeBackend, layout: KVLayout, dtype: torch.dtype
 ) -> None:
-    batch = paged_batch(layout, 4, NUM_COMPUTED, NUM_NEW, dtype=dtype)
-    output = torch.cat(batch.step(native))
-    assert torch.equal(output, torch.cat(batch.step(TorchBackend())))
+    batch = paged_batch(layout, 6, NUM_COMPUTED, NUM_NEW, dtype=dtype)
+    output = batch.step(native)
+    assert {rows.dtype for rows in output} == {dtype}
+    assert max_abs_diff(output, batch.oracle()) < TOLERANCE[dtype]
+    batch.soft_cap, batch.alibi_slopes = 2.0, 0.5 ** torch.arange(1, 7)
+    wanted = batch.step(ReferenceBackend(torch.float64))
+    assert max_abs_diff(batch.step(native), wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [(a, b) for a in FLOATS for b in FLOATS if a != b])
+def test_native_queries_of_one_dtype_attend_over_floats_of_another(
+    paged_batch: Callable, native: NativeBackend, dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    batch = paged_batch(KVLayout(2, 2, 4, 16, stored), 6, NUM_COMPUTED, NUM_NEW, dtype=dtype)
+    output = batch.step(native)
+    assert {rows.dtype for rows in output} == {dtype}
+    assert max_abs_diff(output, batch.oracle()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("coding", SCALED_DTYPES)
+def test_a_prompt_in_chunks_gives_the_native_bits_of_one_step_over_codes(
+    paged_batch: Callable, native: NativeBackend, coding: torch.dtype
+) -> None:
+    layout = KVLayout(1, 2, 8, 64, coding, scaled=True)
+    batch = paged_batch(layout, 6, [0], [600], dtype=torch.float32)
+    whole = batch.step(native)[0]
+    for size in (1, 65):
+        for start in range(0, 600, size):
+            end = min(start + size, 600)
+            metadata = AttentionMetadata.for_step(batch.tables, [start], [end - start], 8)
+            queries = batch.queries[0][start:end]
+            chunk = native.attend(batch.pool, 0, queries, metadata, batch.scale)
+            assert torch.equal(chunk, whole[start:end])
+
+
+def one_slot(
+    layout: KVLayout, values: torch.Tensor, native: NativeBackend, dtype: torch.dtype
+) -> torch.Tensor:
+    """What attention to a single position answers, which is its value in the queries' dtype."""
+    pool = layout.allocate(1)
+    pool.value_view(0)[0, :, 0] = values
+    if pool.key_scales is not None and pool.value_scales is not None:
+        pool.key_scales.fill_(1.0)
+        pool.value_scales.fill_(1.0)
+    metadata = AttentionMetadata.for_step(np.zeros((1, 1), np.int32), [0], [1], 1)
+    queries = torch.zeros(1, layout.num_kv_heads, layout.head_dim, dtype=dtype)
+    return native.attend(pool, 0, queries, metadata, 1.0)[0]
+
+
+@pytest.mark.parametrize(
+    ("stored", "bits"),
+    [
+        (torch.float8_e4m3fn, torch.uint8),
+        (torch.int8, torch.uint8),
+        (torch.float16, torch.uint16),
+        (torch.bfloat16, torch.uint16),
+    ],
+)
+def test_the_native_kernel_reads_every_number_of_a_format(
+    native: NativeBackend, stored: torch.dtype, bits: torch.dtype
+) -> None:
+    count = 1 << (8 * bits.itemsize)
+    numbers = torch.arange(count).to(bits).view(stored).view(-1, 64)
+    is_scaled = stored in SCALED_DTYPES
+    layout = KVLayout(1, len(numbers), 1, 64, stored, scaled=is_scaled)
+    output = one_slot(layout, numbers, native, torch.float32)
+    assert torch.equal(output.nan_to_num(1e9), numbers.float().nan_to_num(1e9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_native_kernel_rounds_its_answers_as_torch_does(
+    native: NativeBackend, dtype: torch.dtype
+) -> None:
+    # Every exponent, with mantissas at, just below and just above what is half way.
+    tails = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x18000])
+    exponents = torch.arange(512)[:, None] << 23
+    numbers = (exponents | torch.cat((tails, 0x7FFFFF - tails))).flatten()
+    numbers = numbers.to(torch.uint32).view(torch.float32).view(-1, 64)
+    layout = KVLayout(1, len(numbers), 1, 64, torch.float32)
+    output = one_slot(layout, numbers, native, dtype)
+    assert torch.equal(output.nan_to_num(7.0), numbers.to(dtype).nan_to_num(7.0))

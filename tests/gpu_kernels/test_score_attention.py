@@ -164,13 +164,32 @@ def test_a_prompt_with_edits_in_chunks_gives_what_it_gives_in_one_step(
     assert max_abs_diff([torch.cat(rows)], want) < 4e-6
 
 
-def test_the_native_backend_takes_caps_and_slopes(
-    paged_batch: Callable, native: AttentionBackend
+@pytest.mark.parametrize("windows", [None, WINDOWS[2]])
+@pytest.mark.parametrize(
+    ("dtype", "num_heads", "head_dim", "soft_cap", "with_alibi"),
+    [
+        (torch.float32, (3, 3), 80, 0.7, False),
+        (torch.float32, (12, 1), 16, 1.5, True),
+        (torch.float16, (4, 1), 64, None, True),
+        (torch.bfloat16, (6, 2), 64, 1.5, True),
+        (torch.bfloat16, (6, 2), 5, 0.7, False),
+    ],
+)
+def test_native_caps_and_slopes_agree_with_the_float64_oracle(
+    paged_batch: Callable,
+    native: AttentionBackend,
+    dtype: torch.dtype,
+    num_heads: tuple[int, int],
+    head_dim: int,
+    soft_cap: float | None,
+    with_alibi: bool,
+    windows: tuple[list[int], list[int]] | None,
 ) -> None:
-    batch = edited(
-        paged_batch(KVLayout(1, 2, 8, 64, torch.float32), 6, NUM_COMPUTED, NUM_NEW), 0.7, True
+    plain = paged_batch(
+        KVLayout(2, num_heads[1], 8, head_dim, dtype), num_heads[0], NUM_COMPUTED, NUM_NEW
     )
-    assert max_abs_diff(batch.step(native), oracle(batch, None)) < 4e-6
+    batch = edited(plain, soft_cap, with_alibi, windows)
+    assert max_abs_diff(batch.step(native), oracle(batch, windows)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("backend", [TorchBackend(), ReferenceBackend()])

@@ -26,19 +26,9 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 // What lies in memory is aligned to its elements alone.
 typedef float VecInMemory __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
-typedef uint16_t HalvesInMemory __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 
-struct BFloat16 {
-  uint16_t bits;
-};
-
 static inline Vec load(const float* from) { return *reinterpret_cast<const VecInMemory*>(from); }
-
-static inline Vec load(const BFloat16* from) {
-  const auto halves = *reinterpret_cast<const HalvesInMemory*>(from);
-  return (Vec)(__builtin_convertvector(halves, Words) << 16);
-}
 
 static inline void store(float* to, Vec value) { *reinterpret_cast<VecInMemory*>(to) = value; }
 
@@ -127,23 +117,13 @@ static inline float largest_of(Vec value) {
   return largest;
 }
 
-static inline float to_float(float value) { return value; }
-
-static inline float to_float(BFloat16 value) {
-  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float result;
-  std::memcpy(&result, &bits, sizeof(result));
-  return result;
-}
-
-static inline void narrow(float* to, float value) { *to = value; }
-
-// Rounds to nearest, ties to even; a NaN stays one.
-static inline void narrow(BFloat16* to, float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const bool is_nan = value != value;
-  to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+// Within 2^-22 of the true one; NaN of NaN.
+static inline Vec tanh_of(Vec x) {
+  const Words sign = (Words)x & 0x80000000u;
+  const Vec magnitude = (Vec)((Words)x & 0x7fffffffu);
+  const Vec power = exp_of_negative(magnitude * spread(-2.0f));
+  const Vec result = (spread(1.0f) - power) / (spread(1.0f) + power);
+  return (Vec)((Words)result | sign);
 }
 
 }  // namespace rayserve
