@@ -214,7 +214,8 @@ def test_a_section_that_is_no_section_is_refused_with_its_fields() -> None:
     error = _refusal(flags={"model": "smollm2"})
     assert error.field == "model"
     assert error.accepted == (
-        "a section with the fields model.model, model.dtype, model.kv_dtype, model.max_model_len"
+        "a section with the fields model.model, model.dtype, model.kv_dtype, "
+        "model.cpu_attention, model.max_model_len"
     )
 
 

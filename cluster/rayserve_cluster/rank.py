@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -21,10 +22,11 @@ from rayserve_cluster.step_loop import ReplicaHost
 from rayserve_cluster.tp_group import TpGroup
 from rayserve_kernels.attention import AttentionBackend, TorchBackend
 from rayserve_kernels.layout import KVLayout
-from rayserve_kernels.native_cpu import native_or_torch
+from rayserve_kernels.native_build import BuildError, available_widths
+from rayserve_kernels.native_cpu import native_of_width, native_or_torch
 from rayserve_paged.core.attention_window import num_blocks_held
 from rayserve_paged.core.block_identity import BlockScope
-from rayserve_paged.core.config import DeploymentConfig
+from rayserve_paged.core.config import CpuAttention, DeploymentConfig
 from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.event_log import LoggedStart, Record, ReplicaStart
@@ -83,7 +85,7 @@ def start_rank(
     device = group.device
     source = resolve_model(config.model.model, user_cache_dir())
     max_model_len = _max_model_len(config, source.spec.max_model_len)
-    backend = _backend(device)
+    backend = _backend(device, config.model.cpu_attention)
     model = build_model(source, config.model.dtype, group, backend, device, config.model.kv_dtype)
     layout = model.kv_layout(config.cache.block_size)
     windows = tuple(group.window for group in source.spec.layer_groups)
@@ -101,6 +103,7 @@ def start_rank(
     )
     if store is not None:
         group.connect(store, name, config.timeouts.start_timeout_s)
+    _check_agreement(group, backend.numerics)
     num_blocks = group.smallest(num_blocks)
     runner = ModelRunner(
         model,
@@ -164,8 +167,29 @@ def host_replica(
     )
 
 
-def _backend(device: torch.device) -> AttentionBackend:
-    return native_or_torch(user_cache_dir()) if device.type == "cpu" else TorchBackend()
+def _backend(device: torch.device, cpu_attention: CpuAttention | None) -> AttentionBackend:
+    if device.type != "cpu" or cpu_attention == "torch":
+        return TorchBackend()
+    if cpu_attention is None:
+        return native_or_torch(user_cache_dir())
+    widths = available_widths()
+    if cpu_attention not in widths:
+        accepted = f"torch, or what this processor has: {', '.join(widths)}"
+        raise InvalidInputError("model.cpu_attention", cpu_attention, accepted)
+    try:
+        return native_of_width(user_cache_dir(), cpu_attention)
+    except (BuildError, OSError) as error:
+        accepted = f"torch where it cannot be built ({error})"
+        raise InvalidInputError("model.cpu_attention", cpu_attention, accepted) from error
+
+
+def _check_agreement(group: TpGroup, numerics: str) -> None:
+    """One scope speaks for the blocks of all ranks, so all must compute alike."""
+    digest = zlib.crc32(numerics.encode())
+    bounds = group.smallest(digest), -group.smallest(-digest)
+    if bounds != (digest, digest):
+        accepted = f"one that every rank of the replica has (this one computes by {numerics})"
+        raise InvalidInputError("model.cpu_attention", None, accepted)
 
 
 def _scope(

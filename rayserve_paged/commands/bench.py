@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from rayserve_paged.commands.decode import decode
 from rayserve_paged.commands.fidelity import fidelity
 
 bench = typer.Typer(help="Measure parts of the system.", no_args_is_help=True)
@@ -16,6 +17,7 @@ def _group() -> None:
 
 
 bench.command()(fidelity)
+bench.command()(decode)
 
 
 @bench.command()

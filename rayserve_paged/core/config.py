@@ -16,6 +16,7 @@ from pydantic import (
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 KvDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
+CpuAttention = Literal["avx512_bf16", "avx512", "avx2", "portable", "torch"]
 QueuePolicy = Literal[
     "fcfs", "priority", "weighted-fair", "shortest-remaining", "longest-prefix-first"
 ]
@@ -50,6 +51,10 @@ class ModelConfig(_Section):
     kv_dtype: KvDtype | None = None
     """Of the KV cache; None for `dtype`. "int8" and "fp8" (e4m3) have a scale for each slot and KV
     head."""
+    cpu_attention: CpuAttention | None = None
+    """Instruction set of the native attention of ranks on CPUs, or "torch" to do without; None for
+    the widest that the processor has. Blocks are shared, and replicas serve together, only where
+    results agree bit for bit: name one that every node has where their processors differ."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Lower limit on prompt and output tokens than the model's own; None for the model's."""
 

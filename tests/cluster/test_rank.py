@@ -1,18 +1,21 @@
 """What a rank computes attention with, and that its blocks say so."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from random_llama import make_llama
+from random_model import make_llama, make_model
+from torch.distributed import HashStore
 
 from rayserve_cluster.rank import Rank, start_rank
 from rayserve_cluster.tp_group import TpGroup
+from rayserve_kernels.native_build import available_widths
 from rayserve_kernels.native_cpu import native_or_torch
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.errors import InvalidInputError
 
-__all__ = ["make_llama"]
+__all__ = ["make_llama", "make_model"]
 
 
 def started(**sections: dict[str, object]) -> Rank:
@@ -37,6 +40,54 @@ def test_blocks_that_the_native_kernel_had_a_part_in_match_no_others(
     monkeypatch.setenv("RAYSERVE_CACHE_DIR", str(tmp_path / "other"))
     monkeypatch.setenv("PATH", "")
     assert numerics() == "default"
+
+
+def test_the_attention_of_cpus_can_be_chosen_and_is_part_of_the_scope() -> None:
+    cache: dict[str, object] = {"num_blocks": 8, "block_size": 8}
+    scopes = [
+        started(model={"model": "fingerprint", "cpu_attention": name}, cache=cache).scope
+        for name in ("torch", "portable", available_widths()[0])
+    ]
+    assert [scope.numerics for scope in scopes] == [
+        *("default", "native-portable", f"native-{available_widths()[0]}")
+    ]
+    assert len({scope.root() for scope in scopes}) == len({scope.numerics for scope in scopes})
+
+
+def test_an_attention_that_cannot_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: dict[str, object] = {"model": "fingerprint", "cpu_attention": "avx2"}
+    monkeypatch.setattr("rayserve_cluster.rank.available_widths", lambda: ("portable",))
+    with pytest.raises(InvalidInputError, match=r"='avx2' .* torch, or .* processor has: portable"):
+        started(model=model, cache={"num_blocks": 8})
+    monkeypatch.setenv("RAYSERVE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    model["cpu_attention"] = "portable"
+    with pytest.raises(InvalidInputError, match=r"='portable' .* torch .*no C\+\+ compiler"):
+        started(model=model, cache={"num_blocks": 8})
+
+
+def test_ranks_that_compute_differently_make_no_replica() -> None:
+    base = {"model": "fingerprint", "dtype": "fp32"}
+    configs = [
+        DeploymentConfig.model_validate(
+            {"model": {**base, "cpu_attention": name}, "cache": {"num_blocks": 8}}
+        )
+        for name in ("torch", "portable")
+    ]
+    meeting = HashStore()
+    groups = [TpGroup(index, 2, timeout_s=60.0) for index in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        futures = [
+            pool.submit(start_rank, config, group, meeting, "first")
+            for config, group in zip(configs, groups, strict=True)
+        ]
+    for group in groups:
+        group.abort("done")
+    errors = [str(future.exception()) for future in futures]
+    for error, name in zip(errors, ("default", "native-portable"), strict=True):
+        assert f"every rank of the replica has (this one computes by {name})" in error
 
 
 def test_the_scope_names_the_coding_and_memory_buys_blocks_with_their_scales(
