@@ -49,9 +49,18 @@ static inline Vec load(const Float16* from) {
   return floats_of((Halves)*reinterpret_cast<const HalvesInMemory*>(from));
 }
 
+// By intrinsics, since GCC widens bytes to words in pieces.
 static inline Vec load(const Int8* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return __builtin_convertvector((Ints)_mm512_maskz_cvtepi8_epi32(0xffff, bytes), Vec);
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return __builtin_convertvector((Ints)_mm256_cvtepi8_epi32(bytes), Vec);
+#else
   const auto bytes = *reinterpret_cast<const SignedBytesInMemory*>(from);
   return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Vec);
+#endif
 }
 
 // By way of half precision, which holds a 256th of each such number.

@@ -101,6 +101,21 @@ class Attention {
     int64_t split() const { return begin / kSplit; }
   };
 
+  // The scales of a tile; 1 where nothing is seen.
+  struct Scales {
+    float of[kTile];
+
+    Scales(const float* const* scales, int num) {
+      std::fill(of, of + kTile, 1.0f);
+      for (int i = 0; i < num; i++)
+        if (scales[i] != nullptr) of[i] = *scales[i];
+    }
+
+    void multiply(float* numbers) const {
+      for (int i = 0; i < kTile; i += kLanes) store(numbers + i, load(numbers + i) * load(of + i));
+    }
+  };
+
   // Tile after tile, over splits and tasks: the next one is always known while one is computed.
   void compute_tasks(const Scratch& mine) {
     Tile tiles[2];
@@ -270,19 +285,25 @@ class Attention {
     for (int r = 0; r < rows.count; r += kRowsAtOnce)
       score_all<By, S, kRowsAtOnce>(
           rows, r, keys, rounded_up(tile.num, 4), r == 0 ? next_keys : nullptr);
-    for (int r = 0; r < rows.count; r++) shape_scores(tile, task, r, rows.scores + r * kTile);
+    const Scales key_scales(tile.key_scales, a.key_scales ? tile.num : 0);
+    for (int r = 0; r < rows.count; r++)
+      shape_scores(tile, task, key_scales, r, rows.scores + r * kTile);
     weigh<By>(rows);
-    if (a.value_scales) scale_weights(tile, rows);
+    if (a.value_scales) {
+      const Scales scales(tile.value_scales, tile.num);
+      for (int r = 0; r < rows.count; r++) scales.multiply(rows.scores + r * kTile);
+    }
     for (int r = 0; r < rows.count; r += kRowsAtOnce)
       add_up<By, S, kRowsAtOnce>(rows, r, values, tile.num, r == 0 ? next_values : nullptr);
   }
 
   // From products to scores: scales, the soft cap, ALiBi, and what the row's query does not see.
-  void shape_scores(const Tile& tile, const Task& task, int row, float* scores) const {
+  void shape_scores(
+      const Tile& tile, const Task& task, const Scales& key_scales, int row, float* scores) const {
     const int64_t query = tile.sight.first + row / group;
     const float scale = a.scale;
     for (int i = 0; i < kTile; i += kLanes) store(scores + i, load(scores + i) * spread(scale));
-    if (a.key_scales) multiply(scores, tile.key_scales, tile.num);
+    if (a.key_scales) key_scales.multiply(scores);
     if (a.soft_cap > 0) {
       const float cap = a.soft_cap, over_cap = 1 / a.soft_cap;
       for (int i = 0; i < kTile; i += kLanes)
@@ -294,16 +315,6 @@ class Attention {
         scores[i] += slope * static_cast<float>(tile.begin + i - query);
     }
     hide(tile.sight, scores, query, tile.begin);
-  }
-
-  void scale_weights(const Tile& tile, const Rows& rows) const {
-    for (int r = 0; r < rows.count; r++)
-      multiply(rows.scores + r * kTile, tile.value_scales, tile.num);
-  }
-
-  static void multiply(float* numbers, const float* const* scales, int num) {
-    for (int i = 0; i < num; i++)
-      if (scales[i] != nullptr) numbers[i] *= *scales[i];
   }
 
   // Mark what the query at position `query` does not see of the tile.
