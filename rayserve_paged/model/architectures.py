@@ -34,6 +34,25 @@ class WindowRule:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What the files call a layer's router and experts, each with matrices of its own.
+
+    transformers stacks the matrices of all experts, and joins gate and up, in `mlp.experts`.
+
+    Args:
+        block: Holds the router and the experts; `mlp` in transformers.
+        gate: The matrix whose output goes through the activation.
+        up: The matrix whose output is multiplied with that.
+        down: The matrix back to the hidden size.
+    """
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Architecture:
     """A family of models of transformers.
 
@@ -43,9 +62,11 @@ class Architecture:
         model_class: Of transformers; config.json may name it under `architectures`.
         columns: Linear layers of a decoder layer that are split by output features, each with what
             its output consists of: several parts where projections are fused.
-        rows: Those that are split by input features, each with what its input consists of.
+        rows: Those that are split by input features, each with what its input consists of. Where
+            layers may have experts instead of one feed-forward part, a layer has some of these.
         windows: Which layers see a window; None where none does.
         caps_logits: Whether `final_logit_softcapping` bounds the logits.
+        experts: Their names in the files; None where no layer has experts.
     """
 
     model_type: str
@@ -55,6 +76,7 @@ class Architecture:
     rows: Mapping[str, Axis]
     windows: WindowRule | None = None
     caps_logits: bool = False
+    experts: ExpertNames | None = None
 
 
 _COLUMNS: Mapping[str, tuple[Axis, ...]] = {
@@ -69,11 +91,23 @@ _FUSED_COLUMNS: Mapping[str, tuple[Axis, ...]] = {
     "mlp.gate_up_proj": ("intermediate", "intermediate"),
 }
 _ROWS: Mapping[str, Axis] = {"self_attn.o_proj": "query", "mlp.down_proj": "intermediate"}
+_SHARED_COLUMNS: Mapping[str, tuple[Axis, ...]] = {
+    "mlp.shared_expert.gate_proj": ("intermediate",),
+    "mlp.shared_expert.up_proj": ("intermediate",),
+}
+_SHARED_ROWS: Mapping[str, Axis] = {"mlp.shared_expert.down_proj": "intermediate"}
+_MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
+_QWEN_EXPERTS = ExpertNames("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 
 
 def _last_layers(config: Mapping[str, Any], num_layers: int) -> Sequence[bool]:
     first = config.get("max_window_layers", 28)
     return [layer >= first for layer in range(num_layers)]
+
+
+def _every_second_of_the_first(config: Mapping[str, Any], num_layers: int) -> Sequence[bool]:
+    first_full = config.get("max_window_layers", 28)
+    return [layer % 2 == 0 and layer < first_full for layer in range(num_layers)]
 
 
 def _every_second(_: Mapping[str, Any], num_layers: int) -> Sequence[bool]:
@@ -111,6 +145,33 @@ _ALL = (
         caps_logits=True,
     ),
     Architecture("phi3", "phi3", "Phi3ForCausalLM", _FUSED_COLUMNS, _ROWS, WindowRule(None)),
+    Architecture(
+        "mixtral",
+        "mixtral",
+        "MixtralForCausalLM",
+        _COLUMNS,
+        _ROWS,
+        WindowRule(None),
+        experts=_MIXTRAL_EXPERTS,
+    ),
+    Architecture(
+        "qwen2_moe",
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        {**_COLUMNS, **_SHARED_COLUMNS},
+        {**_ROWS, **_SHARED_ROWS},
+        WindowRule(4096, switched=True, pattern=_every_second_of_the_first),
+        experts=_QWEN_EXPERTS,
+    ),
+    Architecture(
+        "qwen3_moe",
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _COLUMNS,
+        _ROWS,
+        WindowRule(4096, switched=True),
+        experts=_QWEN_EXPERTS,
+    ),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     architecture.model_type: architecture for architecture in _ALL

@@ -104,9 +104,9 @@ class WeightReader:
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
         self._directory = directory
-        self._dtype = dtype
-        self._device = device
         self._paths: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for path in safetensors_paths(directory):
@@ -162,4 +162,4 @@ class WeightReader:
         with safe_open(self._paths[name], framework="pt") as file:
             part = file.get_slice(name)
             tensor = part[tuple(where[: len(part.get_shape())])]
-            return torch.empty(tensor.shape, dtype=self._dtype, device=self._device).copy_(tensor)
+            return torch.empty(tensor.shape, dtype=self.dtype, device=self.device).copy_(tensor)

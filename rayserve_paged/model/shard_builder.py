@@ -10,9 +10,15 @@ from torch import nn
 
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.model.architectures import Axis, longest_uniform_rotation
+from rayserve_paged.model.expert_weights import read_experts, stored_tensors
 from rayserve_paged.model.parallel import Collectives, HeadShare, deal
 from rayserve_paged.model.safetensors_files import WeightReader
-from rayserve_paged.model.sharded_layers import ColumnLinear, RowLinear, VocabEmbedding
+from rayserve_paged.model.sharded_layers import (
+    ColumnLinear,
+    RowLinear,
+    ShardedExperts,
+    VocabEmbedding,
+)
 from rayserve_paged.model.spec import DirectorySource
 
 
@@ -61,12 +67,13 @@ class ShardBuilder:
         config = model.config
         for name, parameter in model.named_parameters():
             if name != "lm_head.weight" or not config.tie_word_embeddings:
-                self._reader.check(name, tuple(parameter.shape))
+                names = self._source.architecture.experts
+                for stored, shape in stored_tensors(name, tuple(parameter.shape), names):
+                    self._reader.check(stored, shape)
         vocab = deal(config.vocab_size, self._collectives.world_size)
         self._fill_vocabulary(model, vocab[self._collectives.rank])
-        axes = self._axes(config)
         for index, layer in enumerate(model.model.layers):
-            self._shard(layer, f"model.layers.{index}", axes)
+            self._shard(layer, f"model.layers.{index}")
         self._fill_whole(model)
         assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         return model.eval(), tuple(map(len, vocab))
@@ -83,6 +90,10 @@ class ShardBuilder:
         try:
             config = model_class.config_class.from_pretrained(directory)
             config._attn_implementation = attention
+            # The others want widths that are multiples of 16 bytes, which a share may not have. A
+            # token's experts are added up in the order of their numbers, so its sum does not depend
+            # on the rest of the batch.
+            config._experts_implementation = "eager"
             with torch.device("meta"):
                 model = model_class(config)
             # Its frequencies are no weights, so nothing would fill those made on meta.
@@ -111,19 +122,26 @@ class ShardBuilder:
                 accepted = f"a config.json that states {name}, which would be {taken} without"
                 raise InvalidInputError("model", str(self._source.directory), accepted)
 
-    def _axes(self, config: Any) -> dict[Axis, tuple[int, range]]:
-        """Of each axis its length, and this rank's part."""
+    def _own(self, axis: Axis, length: int) -> range:
+        """This rank's part of an axis."""
+        if axis == "intermediate":
+            return deal(length, self._collectives.world_size)[self._collectives.rank]
+        heads = self._share.query_heads if axis == "query" else self._share.kv_heads
         head_dim = self._source.spec.head_dim
-        query, kv = (
-            range(heads.start * head_dim, heads.stop * head_dim)
-            for heads in (self._share.query_heads, self._share.kv_heads)
-        )
-        columns = deal(config.intermediate_size, self._collectives.world_size)
-        return {
-            "query": (self._source.spec.num_heads * head_dim, query),
-            "kv": (self._source.spec.num_kv_heads * head_dim, kv),
-            "intermediate": (config.intermediate_size, columns[self._collectives.rank]),
+        return range(heads.start * head_dim, heads.stop * head_dim)
+
+    def _own_rows(self, parts: Sequence[Axis], num_rows: int) -> Iterator[range]:
+        """This rank's rows of a weight whose rows are these parts, one after the other."""
+        spec, start = self._source.spec, 0
+        lengths = {
+            "query": spec.num_heads * spec.head_dim,
+            "kv": spec.num_kv_heads * spec.head_dim,
+            "intermediate": num_rows // len(parts),
         }
+        for axis in parts:
+            own = self._own(axis, lengths[axis])
+            yield range(start + own.start, start + own.stop)
+            start += lengths[axis]
 
     def _fill_vocabulary(self, model: Any, rows: range) -> None:
         embedding = self._reader.read("model.embed_tokens.weight", rows)
@@ -133,19 +151,31 @@ class ShardBuilder:
         model.model.embed_tokens = VocabEmbedding(embedding, rows, self._collectives, scale)
         model.lm_head = ColumnLinear(head, None)
 
-    def _shard(self, layer: Any, prefix: str, axes: dict[Axis, tuple[int, range]]) -> None:
+    def _shard(self, layer: Any, prefix: str) -> None:
         architecture = self._source.architecture
+        has_experts = architecture.experts is not None
+        there = {name for name, _ in layer.named_modules()}
         for name, parts in architecture.columns.items():
-            rows = tuple(_rows_of(parts, axes))
+            if has_experts and name not in there:
+                continue
             whole = layer.get_submodule(name)
+            rows = tuple(self._own_rows(parts, whole.out_features))
             weight = self._read_rows(f"{prefix}.{name}.weight", rows)
             bias = None if whole.bias is None else self._read_rows(f"{prefix}.{name}.bias", rows)
             layer.set_submodule(name, ColumnLinear(weight, bias))
         for name, axis in architecture.rows.items():
+            if has_experts and name not in there:
+                continue
             whole = layer.get_submodule(name)
-            weight = self._reader.read(f"{prefix}.{name}.weight", columns=axes[axis][1])
+            columns = self._own(axis, whole.in_features)
+            weight = self._reader.read(f"{prefix}.{name}.weight", columns=columns)
             bias = None if whole.bias is None else self._reader.read(f"{prefix}.{name}.bias")
             layer.set_submodule(name, RowLinear(weight, bias, self._collectives))
+        if architecture.experts is not None and "mlp.experts" in there:
+            experts = layer.mlp.experts
+            columns = self._own("intermediate", experts.down_proj.shape[2])
+            read_experts(experts, prefix, architecture.experts, self._reader, columns)
+            layer.mlp.experts = ShardedExperts(experts, self._collectives)
         # Where a projection is fused, the layer cuts its output apart by these.
         attention = layer.self_attn
         attention.config = copy.copy(attention.config)
@@ -158,17 +188,9 @@ class ShardBuilder:
 
     def _fill_whole(self, model: Any) -> None:
         """Read what no rank has a part of only."""
-        empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-        for name in empty:
+        empty = [(name, p.shape) for name, p in model.named_parameters() if p.is_meta]
+        for name, shape in empty:
             module, _, parameter = name.rpartition(".")
-            weight = nn.Parameter(self._reader.read(name), requires_grad=False)
+            ((stored, _),) = stored_tensors(name, tuple(shape), self._source.architecture.experts)
+            weight = nn.Parameter(self._reader.read(stored), requires_grad=False)
             setattr(model.get_submodule(module), parameter, weight)
-
-
-def _rows_of(parts: Sequence[Axis], axes: dict[Axis, tuple[int, range]]) -> Iterator[range]:
-    """This rank's rows of a weight whose rows are these parts, one after the other."""
-    start = 0
-    for axis in parts:
-        length, own = axes[axis]
-        yield range(start + own.start, start + own.stop)
-        start += length

@@ -50,6 +50,40 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class ShardedExperts(nn.Module):
+    """Experts that every rank holds, each of them split by the columns between its two halves.
+
+    So the ranks have equal work whatever the router chooses; their partial sums are added once for
+    all experts.
+
+    Args:
+        experts: Of transformers, with this rank's columns.
+        collectives: The ranks that hold the other columns.
+    """
+
+    def __init__(self, experts: nn.Module, collectives: Collectives) -> None:
+        super().__init__()
+        self.experts = experts
+        self._collectives = collectives
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Add up what a token's experts say of it.
+
+        Args:
+            hidden_states: [num_tokens, hidden_size].
+            top_k_index: int64 [num_tokens, top_k], the experts of each token.
+            top_k_weights: [num_tokens, top_k], their weights.
+
+        Returns:
+            [num_tokens, hidden_size], equal on every rank.
+        """
+        y: torch.Tensor = self.experts(hidden_states, top_k_index, top_k_weights)
+        self._collectives.all_reduce(y)
+        return y
+
+
 class VocabEmbedding(nn.Module):
     """An embedding split by vocabulary rows: a rank adds zeros for tokens that it does not hold.
 

@@ -84,6 +84,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "long_factor": [2.0, 9.0],
         },
     },
+    "mixtral": {
+        "sliding_window": 14,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    # Layers with experts and without.
+    "qwen2_moe": {
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 23,
+        "shared_expert_intermediate_size": 31,
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "max_window_layers": 2,
+    },
+    "qwen3_moe": {
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "num_experts": 7,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 17,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 11,
+    },
 }
 
 
@@ -99,7 +127,10 @@ def gang_of(make_gang: MakeGang, directory: Path, world_size: int) -> Any:  # no
 
 def reference_logits(model_type: str, directory: Path, token_ids: list[int]) -> torch.Tensor:
     """fp32 [num_tokens, vocab_size] by transformers, whole model, eager, no cache."""
-    model = model_class(model_type).from_pretrained(directory, attn_implementation="eager")
+    # Experts too: the default takes no widths that are not multiples of 16 bytes.
+    model = model_class(model_type).from_pretrained(
+        directory, attn_implementation="eager", experts_implementation="eager"
+    )
     with torch.no_grad():
         return model(torch.tensor([token_ids]), use_cache=False).logits[0]
 
@@ -151,6 +182,13 @@ def test_a_family_answers_as_transformers_does_at_every_width(
         ("gemma3_text", {"sliding_window_pattern": 3}),
         ("phi3", {}),
         ("phi3", {"sliding_window": 2047}),
+        ("mixtral", {}),
+        ("mixtral", {"sliding_window": 7}),
+        ("qwen2_moe", {"sliding_window": 7}),
+        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 4}),
+        ("qwen2_moe", {"num_hidden_layers": 30, "use_sliding_window": True}),
+        ("qwen3_moe", {"sliding_window": 7}),
+        ("qwen3_moe", {"use_sliding_window": True}),
     ],
 )
 def test_windows_are_those_that_transformers_reads_from_config_json(
@@ -162,7 +200,7 @@ def test_windows_are_those_that_transformers_reads_from_config_json(
     size = None if model_type == "llama" else config.sliding_window
     if ARCHITECTURES[model_type].windows is None or size is None:
         windows = [FULL_ATTENTION] * num_layers
-    elif model_type in ("mistral", "phi3"):
+    elif model_type in ("mistral", "phi3", "mixtral", "qwen3_moe"):
         windows = [AttentionWindow(size)] * num_layers
     else:
         kinds = {"full_attention": FULL_ATTENTION, "sliding_attention": AttentionWindow(size)}

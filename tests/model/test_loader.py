@@ -79,7 +79,7 @@ def broken(directory: Path, **changes: object) -> str:
 @pytest.mark.parametrize(
     ("changes", "accepted"),
     [
-        ({"model_type": "gpt2"}, "a model_type of llama, mistral, .* phi3, not 'gpt2'"),
+        ({"model_type": "gpt2"}, "a model_type of llama, mistral, .* qwen3_moe, not 'gpt2'"),
         ({"model_type": None}, "a model_type of llama, .*, not None"),
         ({"model_type": ["llama"]}, r"a model_type of llama, .*, not \['llama'\]"),
         ({"architectures": ["LlamaModel"]}, r"LlamaForCausalLM .*, not \['LlamaModel'\]"),
