@@ -1,11 +1,17 @@
 """Order of the suite, and property tests that draw the same cases on every run."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+# Without a GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported,
+# which model libraries do as well: before any test module.
+if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Fast and fundamental first: the earlier a failure shows, the nearer it is to its cause.
 _FOLDERS = ("core", "", "gpu_kernels", "model", "faults", "cluster", "e2e")

@@ -39,7 +39,7 @@ class SequenceSpan(NamedTuple):
 class AttentionMetadata:
     """Where the tokens of one step belong; made once per step, used in every layer.
 
-    All tensors are contiguous and on one device.
+    All tensors are contiguous and on one device; `query_lens` and `max_seq_len` are the host's.
 
     Args:
         query_start: int32 [num_seqs + 1], first row of each sequence in the flattened batch,
@@ -53,6 +53,10 @@ class AttentionMetadata:
             one.
         num_sinks: int32 [num_seqs], at least 0: positions below it are seen whatever the window.
             Given exactly where `windows` is.
+        query_lens: int64 [num_seqs], queries of each sequence; None where the host does not know.
+            Kernels on a GPU size their grids by it. A graph may be replayed with fewer queries than
+            it was captured with.
+        max_seq_len: At least the largest of `seq_lens`; None for what the block tables can hold.
 
     Entries of a table whose every slot is hidden from the step's queries may hold anything.
 
@@ -66,6 +70,8 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     windows: torch.Tensor | None = None
     num_sinks: torch.Tensor | None = None
+    query_lens: npt.NDArray[np.int64] | None = None
+    max_seq_len: int | None = None
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and devices; values are not read, since that may wait for a GPU."""
@@ -96,6 +102,10 @@ class AttentionMetadata:
                     f"{name} on {tensor.device} with strides {tensor.stride()}: expected a "
                     f"contiguous tensor on {self.seq_lens.device}"
                 )
+        if self.query_lens is not None and self.query_lens.shape != (num_seqs,):
+            raise ValueError(
+                f"query_lens is {self.query_lens.shape}: expected ({num_seqs},), one a sequence"
+            )
 
     @classmethod
     def for_step(
@@ -145,6 +155,8 @@ class AttentionMetadata:
             slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
             windows=None if windows is None else torch.tensor(windows, device=device),
             num_sinks=None if num_sinks is None else torch.tensor(num_sinks, device=device),
+            query_lens=new,
+            max_seq_len=int(lengths.max(initial=0)),
         )
 
     @property

@@ -1,0 +1,75 @@
+"""The Triton kernels as an attention backend."""
+
+import torch
+
+from rayserve_kernels.attention import AttentionMetadata, check_attend
+from rayserve_kernels.cache_write import write_kv
+from rayserve_kernels.gpu.configs import LaunchTable, check_support, gpu_family
+from rayserve_kernels.gpu.launch import LayerView, attend_layer
+from rayserve_kernels.layout import KVPool
+
+
+class TritonBackend:
+    """Triton kernels over the pool's own blocks, for GPUs of any maker that Triton knows.
+
+    The bits of a sequence's result depend on its own queries, on the table of launch
+    configurations and on the GPU: neither on the rest of the batch, nor on the length of the block
+    table, nor on the pool's layout. No call waits for the device.
+
+    Args:
+        gpu: Family of the GPU, as `configs.gpu_family` names it.
+        table: Launch configurations; None for those that are shipped.
+
+    Attributes:
+        numerics: Class of results that agree bit for bit.
+    """
+
+    def __init__(self, gpu: str, table: LaunchTable | None = None) -> None:
+        self._gpu = gpu
+        self._table = LaunchTable.read() if table is None else table
+        self.numerics = f"triton-{gpu}-{self._table.digest}"
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> "TritonBackend":
+        """Make the backend of a device, with the launch configurations that are shipped."""
+        return cls(gpu_family(device))
+
+    def write(
+        self,
+        pool: KVPool,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """As `AttentionBackend.write`."""
+        write_kv(pool, layer, keys, values, metadata.slot_mapping)
+
+    def attend(
+        self,
+        pool: KVPool,
+        layer: int,
+        queries: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        *,
+        soft_cap: float | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `AttentionBackend.attend`.
+
+        Raises:
+            ValueError: Also for a dtype that the GPU cannot read, or a head_dim above 256.
+        """
+        check_attend(pool, queries, metadata, soft_cap=soft_cap, alibi_slopes=alibi_slopes)
+        check_support(self._gpu, pool.layout.dtype)
+        return attend_layer(
+            LayerView(pool.key_view(layer), pool.value_view(layer)),
+            queries,
+            metadata,
+            scale,
+            gpu=self._gpu,
+            table=self._table,
+            soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes,
+        )

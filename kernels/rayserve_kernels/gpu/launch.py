@@ -1,0 +1,228 @@
+"""Launch the attention kernels for one layer of one step; nothing here waits for the device."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from rayserve_kernels.attention import AttentionMetadata
+from rayserve_kernels.gpu.configs import DECODE_QUERIES, LaunchConfig, LaunchTable, width_of
+from rayserve_kernels.gpu.paged_attention import decode, join_splits, prefill
+from rayserve_kernels.gpu.tile import BatchArgs, PoolArgs, QueryArgs
+
+
+class LayerView(NamedTuple):
+    """Keys and values of one layer, as views of any strides whose innermost is 1.
+
+    keys, values: as `KVPool.key_view` and `KVPool.value_view`. Scales: fp32
+    [num_blocks, num_kv_heads, block_size], of equal strides, or None.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+
+class Shape(NamedTuple):
+    """What the kernels are compiled for; see `paged_attention.decode`."""
+
+    HEAD_DIM: int
+    PADDED_DIM: int
+    PART_DIM: int
+    BLOCK_SIZE: int
+    GROUP_SIZE: int
+
+
+class StepSize(NamedTuple):
+    """Bounds by which grids are sized: what the host knows of a step, or what it can be at most.
+
+    most_queries: Of a sequence that is decoded. has_prefill: Whether there may be others.
+    """
+
+    most_queries: int
+    has_prefill: bool
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, metadata: AttentionMetadata, block_size: int) -> "StepSize":
+        """Bound a step by what its metadata knows without asking the device."""
+        most = metadata.block_tables.shape[1] * block_size
+        max_seq_len = most if metadata.max_seq_len is None else metadata.max_seq_len
+        if metadata.query_lens is None:
+            num_tokens = metadata.num_tokens
+            return cls(min(num_tokens, DECODE_QUERIES), num_tokens > DECODE_QUERIES, max_seq_len)
+        is_decode = metadata.query_lens <= DECODE_QUERIES
+        most_queries = int(metadata.query_lens[is_decode].max(initial=0))
+        return cls(most_queries, not bool(is_decode.all()), max_seq_len)
+
+
+def attend_layer(
+    layer: LayerView,
+    queries: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    gpu: str,
+    table: LaunchTable,
+    soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from a step's queries over one layer.
+
+    Args:
+        layer: Read only.
+        queries: [num_tokens, num_q_heads, head_dim], fp32, fp16 or bf16, innermost stride 1.
+        metadata: Of this step.
+        scale: Factor on the scores before the softmax.
+        gpu: Family of the device, as the table names it.
+        table: Launch configurations.
+        soft_cap: As `AttentionBackend.attend`.
+        alibi_slopes: As `AttentionBackend.attend`.
+
+    Returns:
+        [num_tokens, num_q_heads, head_dim], the queries' dtype. Rows past the last sequence's,
+        which padding makes, hold anything.
+
+    Raises:
+        ValueError: Dtypes or a head_dim that no configuration is for.
+    """
+    outputs = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    num_seqs = metadata.seq_lens.numel()
+    if not outputs.numel() or not num_seqs:
+        return outputs
+    shape = _shape(layer, queries)
+    width = width_of(queries.dtype, layer.keys.dtype)
+    inputs = _query_args(queries, scale, soft_cap, alibi_slopes)
+    size = StepSize.of(metadata, shape.BLOCK_SIZE)
+    if size.most_queries:
+        config = table.look_up(gpu, shape.HEAD_DIM, width, "decode")
+        if config.block_m < shape.GROUP_SIZE:
+            config = table.look_up(gpu, shape.HEAD_DIM, width, "decode_wide")
+        _decode(outputs, inputs, layer, metadata, shape, size, config)
+    if size.has_prefill:
+        config = table.look_up(gpu, shape.HEAD_DIM, width, "prefill")
+        num_tiles = metadata.num_tokens * shape.GROUP_SIZE // config.block_m + num_seqs
+        prefill[(num_tiles, layer.values.shape[1])](
+            outputs,
+            inputs,
+            _batch_args(metadata),
+            _pool_args(layer),
+            metadata.block_tables.shape[1],
+            num_seqs,
+            DECODE_QUERIES,
+            queries.shape[1],
+            **shape._asdict(),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return outputs
+
+
+def _decode(
+    outputs: torch.Tensor,
+    inputs: QueryArgs,
+    layer: LayerView,
+    metadata: AttentionMetadata,
+    shape: Shape,
+    size: StepSize,
+    config: LaunchConfig,
+) -> None:
+    """Attend from the sequences of few queries."""
+    assert config.split_tokens is not None
+    num_seqs, num_q_heads = metadata.seq_lens.numel(), outputs.shape[1]
+    num_splits = max(1, -(-size.max_seq_len // config.split_tokens))
+    partials, log_sums = outputs, None
+    if num_splits > 1:
+        entries = (num_seqs, size.most_queries, num_q_heads, num_splits)
+        partials = torch.empty(*entries, shape.HEAD_DIM, dtype=torch.float32, device=outputs.device)
+        log_sums = torch.empty(entries, dtype=torch.float32, device=outputs.device)
+    num_tiles = -(-size.most_queries * shape.GROUP_SIZE // config.block_m)
+    decode[(num_seqs * num_tiles, layer.values.shape[1], num_splits)](
+        partials,
+        log_sums,
+        None,
+        inputs,
+        _batch_args(metadata),
+        _pool_args(layer),
+        metadata.block_tables.shape[1],
+        num_tiles,
+        size.most_queries,
+        num_q_heads,
+        **shape._asdict(),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        SPLIT_TOKENS=config.split_tokens,
+        IS_WHOLE=num_splits == 1,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if num_splits > 1:
+        join_splits[(num_seqs * size.most_queries, num_q_heads)](
+            outputs,
+            partials,
+            log_sums,
+            metadata.query_start,
+            metadata.seq_lens,
+            size.most_queries,
+            num_splits,
+            HEAD_DIM=shape.HEAD_DIM,
+            PADDED_DIM=shape.PADDED_DIM,
+            SPLIT_TOKENS=config.split_tokens,
+            num_warps=1,
+        )
+
+
+def _shape(layer: LayerView, queries: torch.Tensor) -> Shape:
+    _, num_kv_heads, block_size, head_dim = layer.values.shape
+    return Shape(
+        HEAD_DIM=head_dim,
+        # A product of matrices takes 16 columns at least.
+        PADDED_DIM=max(16, 1 << (head_dim - 1).bit_length()),
+        PART_DIM=layer.keys.shape[-1],
+        BLOCK_SIZE=block_size,
+        GROUP_SIZE=queries.shape[1] // num_kv_heads,
+    )
+
+
+def _query_args(
+    queries: torch.Tensor, scale: float, soft_cap: float | None, slopes: torch.Tensor | None
+) -> QueryArgs:
+    log2_e = math.log2(math.e)
+    factor = scale * log2_e if soft_cap is None else scale / soft_cap
+    cap = None if soft_cap is None else soft_cap * log2_e
+    token, head, _ = queries.stride()
+    return QueryArgs(queries, token, head, factor, cap, slopes)
+
+
+def _batch_args(metadata: AttentionMetadata) -> BatchArgs:
+    return BatchArgs(
+        metadata.query_start,
+        metadata.seq_lens,
+        metadata.block_tables,
+        metadata.windows,
+        metadata.num_sinks,
+    )
+
+
+def _pool_args(layer: LayerView) -> PoolArgs:
+    keys, values, key_scales, value_scales = layer
+    scale_block, scale_head, scale_slot = (0, 0, 0) if key_scales is None else key_scales.stride()
+    return PoolArgs(
+        keys=keys,
+        values=values,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        key_block=keys.stride(0),
+        key_head=keys.stride(1),
+        key_slot=keys.stride(2),
+        key_part=keys.stride(3) if keys.dim() == 5 else 0,
+        value_block=values.stride(0),
+        value_head=values.stride(1),
+        value_slot=values.stride(2),
+        scale_block=scale_block,
+        scale_head=scale_head,
+        scale_slot=scale_slot,
+    )
