@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from rayserve_kernels.cpu_scores import attend_scores
 from rayserve_kernels.cpu_window import attend_window
 from rayserve_kernels.layout import KVPool
 from rayserve_kernels.reference import dense_attention, read_slots, seen_positions
+
+if TYPE_CHECKING:
+    from rayserve_kernels.gpu.prefix_groups import SharedPrefixes
 
 
 class SequenceSpan(NamedTuple):
@@ -57,6 +60,8 @@ class AttentionMetadata:
             Kernels on a GPU size their grids by it. A graph may be replayed with fewer queries than
             it was captured with.
         max_seq_len: At least the largest of `seq_lens`; None for what the block tables can hold.
+        shared_prefixes: Sequences whose first blocks are the same, where reading these once is to
+            pay. A hint: kernels may read them for each sequence.
 
     Entries of a table whose every slot is hidden from the step's queries may hold anything.
 
@@ -72,6 +77,7 @@ class AttentionMetadata:
     num_sinks: torch.Tensor | None = None
     query_lens: npt.NDArray[np.int64] | None = None
     max_seq_len: int | None = None
+    shared_prefixes: "SharedPrefixes | None" = None
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and devices; values are not read, since that may wait for a GPU."""

@@ -88,12 +88,14 @@ def build(
     sinks: Sequence[int] | None = None,
     soft_cap: float | None = None,
     has_alibi: bool = False,
-    poison: float = float("nan"),
+    num_layers: int = 2,
+    skipped_blocks: int = 0,
     seed: int = 17,
 ) -> PagedCase:
-    """Scatter sequences over a pool; every slot that no query sees holds poison.
+    """Scatter sequences over the last layer of a pool; what no query sees is NaN and garbage.
 
     The queries' dtype is `dtype`, the pool's `pool_dtype` or the same. Windows and sinks go round.
+    The first `skipped_blocks` blocks are zeros that no table names, and take no memory.
     """
     generator = torch.Generator().manual_seed(seed)
     num_q_heads, num_kv_heads = heads
@@ -101,12 +103,17 @@ def build(
     num_seqs = len(lengths)
     windows = None if windows is None else [windows[i % len(windows)] for i in range(num_seqs)]
     sinks = [0] * num_seqs if sinks is None else [sinks[i % len(sinks)] for i in range(num_seqs)]
-    layout = KVLayout(2, num_kv_heads, block_size, head_dim, pool_dtype or dtype, order)
+    layout = KVLayout(num_layers, num_kv_heads, block_size, head_dim, pool_dtype or dtype, order)
     counts = [-(-length // block_size) for length in lengths]
-    pool = layout.allocate(sum(counts) + 2)
-    scales = torch.full((2, pool.num_blocks, num_kv_heads, block_size), float("nan"))
-    _poison(pool, poison)
-    free = torch.randperm(pool.num_blocks, generator=generator).tolist()
+    pool = layout.allocate(skipped_blocks + sum(counts) + 2)
+    # Zeros of numpy, as those of the pool, take no memory before they are written.
+    shape = (2, pool.num_blocks, num_kv_heads, block_size)
+    scales = torch.from_numpy(np.zeros(shape, np.float32))
+    scales[:, skipped_blocks:] = float("nan")
+    for plane in (pool.keys, pool.values):
+        _poison(plane[:, skipped_blocks:])
+    num_free = pool.num_blocks - skipped_blocks
+    free = (torch.randperm(num_free, generator=generator) + skipped_blocks).tolist()
     tables = np.full((num_seqs, max(counts) + 2), GARBAGE_BLOCK, dtype=np.int32)
     slots = np.zeros((num_seqs, max(counts) + 2), dtype=np.int32)
     keys, values = [], []
@@ -122,7 +129,7 @@ def build(
             exact = torch.randn(num_kv_heads, length, head_dim, generator=generator)
             stored, factor = _quantised(exact, layout.dtype)
             sink.append(stored.float() * factor[..., None])
-            plane = (pool.values if kind else pool.keys)[1]
+            plane = (pool.values if kind else pool.keys)[-1]
             for at, (block_id, offset) in zip(seen, places, strict=True):
                 target = plane[block_id, :, offset]
                 target.copy_(stored[:, at].reshape(target.shape))
@@ -140,7 +147,7 @@ def build(
     is_scaled = layout.dtype in (torch.int8, torch.float8_e4m3fn)
     pool = KVPool(layout, pool.payload.to(DEVICE))
     scales = scales.to(DEVICE)
-    view = LayerView(pool.key_view(1), pool.value_view(1))
+    view = LayerView(pool.key_view(num_layers - 1), pool.value_view(num_layers - 1))
     return PagedCase(
         layout=layout,
         view=view._replace(key_scales=scales[0], value_scales=scales[1]) if is_scaled else view,
@@ -158,12 +165,11 @@ def build(
     )
 
 
-def _poison(pool: KVPool, poison: float) -> None:
-    if pool.layout.dtype == torch.int8:
-        pool.payload.fill_(127)
+def _poison(slots: torch.Tensor) -> None:
+    if slots.dtype == torch.int8:
+        slots.fill_(127)
     else:
-        elements = pool.payload.view(pool.layout.dtype)
-        elements.copy_(torch.full(elements.shape, poison))
+        slots.copy_(torch.full((), float("nan")).to(slots.dtype).expand(slots.shape))
 
 
 def _quantised(exact: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

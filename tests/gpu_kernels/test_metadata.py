@@ -93,3 +93,12 @@ def test_more_queries_than_tokens_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="sequence 0 has 6 queries and 5 tokens"):
         _ = metadata.spans
+
+
+def test_the_host_knows_the_sizes_of_a_step() -> None:
+    metadata = AttentionMetadata.for_step(np.zeros((2, 4), np.int32), [9, 0], [1, 3], 4)
+    assert metadata.query_lens is not None
+    assert metadata.query_lens.tolist() == [1, 3]
+    assert metadata.max_seq_len == 10
+    with pytest.raises(ValueError, match=r"query_lens is \(1,\): expected \(2,\)"):
+        dataclasses.replace(metadata, query_lens=metadata.query_lens[:1])

@@ -1,12 +1,23 @@
 """The Triton kernels as an attention backend."""
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rayserve_kernels.attention import AttentionMetadata, check_attend
 from rayserve_kernels.cache_write import write_kv
-from rayserve_kernels.gpu.configs import LaunchTable, check_support, gpu_family
-from rayserve_kernels.gpu.launch import LayerView, attend_layer
-from rayserve_kernels.layout import KVPool
+from rayserve_kernels.gpu.configs import (
+    DECODE_QUERIES,
+    LaunchTable,
+    check_support,
+    gpu_family,
+    width_of,
+)
+from rayserve_kernels.gpu.launch import LayerView, attend_layer, decode_config
+from rayserve_kernels.gpu.prefix_groups import SharedPrefixes
+from rayserve_kernels.layout import KVLayout, KVPool
 
 
 class TritonBackend:
@@ -72,4 +83,46 @@ class TritonBackend:
             table=self._table,
             soft_cap=soft_cap,
             alibi_slopes=alibi_slopes,
+        )
+
+    def find_shared_prefixes(
+        self,
+        layout: KVLayout,
+        num_q_heads: int,
+        dtype: torch.dtype,
+        block_tables: npt.NDArray[np.int32],
+        num_computed: Sequence[int],
+        num_new: Sequence[int],
+        device: torch.device,
+    ) -> SharedPrefixes | None:
+        """Find prefixes for `AttentionMetadata.shared_prefixes`; None where sharing does not pay.
+
+        Args:
+            layout: Of the pool.
+            num_q_heads: Query heads of this rank.
+            dtype: Of queries.
+            block_tables: int32 [num_seqs, width].
+            num_computed: [num_seqs], tokens of each sequence already in the cache.
+            num_new: [num_seqs], tokens of each sequence to compute now.
+            device: Of the step's metadata.
+
+        Raises:
+            ValueError: Dtypes or a head_dim that no launch configuration is for.
+        """
+        config = decode_config(
+            self._table,
+            self._gpu,
+            layout.head_dim,
+            width_of(dtype, layout.dtype),
+            num_q_heads // layout.num_kv_heads,
+        )
+        assert config.split_tokens is not None
+        return SharedPrefixes.for_step(
+            block_tables,
+            num_computed,
+            num_new,
+            block_size=layout.block_size,
+            split_tokens=config.split_tokens,
+            most_queries=DECODE_QUERIES,
+            device=device,
         )

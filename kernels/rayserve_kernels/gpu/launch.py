@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 
 from rayserve_kernels.attention import AttentionMetadata
-from rayserve_kernels.gpu.configs import DECODE_QUERIES, LaunchConfig, LaunchTable, width_of
+from rayserve_kernels.gpu.cascade import attend_shared
+from rayserve_kernels.gpu.configs import DECODE_QUERIES, LaunchConfig, LaunchTable, Width, width_of
 from rayserve_kernels.gpu.paged_attention import decode, join_splits, prefill
 from rayserve_kernels.gpu.tile import BatchArgs, PoolArgs, QueryArgs
 
@@ -32,6 +33,7 @@ class Shape(NamedTuple):
     PART_DIM: int
     BLOCK_SIZE: int
     GROUP_SIZE: int
+    PRECISION: str
 
 
 class StepSize(NamedTuple):
@@ -55,6 +57,16 @@ class StepSize(NamedTuple):
         is_decode = metadata.query_lens <= DECODE_QUERIES
         most_queries = int(metadata.query_lens[is_decode].max(initial=0))
         return cls(most_queries, not bool(is_decode.all()), max_seq_len)
+
+
+def decode_config(
+    table: LaunchTable, gpu: str, head_dim: int, width: Width, group_size: int
+) -> LaunchConfig:
+    """Look up how decodes are launched, whose split length callers need as well."""
+    config = table.look_up(gpu, head_dim, width, "decode")
+    if group_size <= config.block_m:
+        return config
+    return table.look_up(gpu, head_dim, width, "decode_wide")
 
 
 def attend_layer(
@@ -91,7 +103,7 @@ def attend_layer(
     num_seqs = metadata.seq_lens.numel()
     if not outputs.numel() or not num_seqs:
         return outputs
-    shape = _shape(layer, queries)
+    shape = _shape(layer, queries, gpu)
     width = width_of(queries.dtype, layer.keys.dtype)
     inputs = _query_args(queries, scale, soft_cap, alibi_slopes)
     size = StepSize.of(metadata, shape.BLOCK_SIZE)
@@ -99,7 +111,8 @@ def attend_layer(
         config = table.look_up(gpu, shape.HEAD_DIM, width, "decode")
         if config.block_m < shape.GROUP_SIZE:
             config = table.look_up(gpu, shape.HEAD_DIM, width, "decode_wide")
-        _decode(outputs, inputs, layer, metadata, shape, size, config)
+        shared_config = table.look_up(gpu, shape.HEAD_DIM, width, "prefill")
+        _decode(outputs, inputs, layer, metadata, shape, size, config, shared_config)
     if size.has_prefill:
         config = table.look_up(gpu, shape.HEAD_DIM, width, "prefill")
         num_tiles = metadata.num_tokens * shape.GROUP_SIZE // config.block_m + num_seqs
@@ -129,11 +142,20 @@ def _decode(
     shape: Shape,
     size: StepSize,
     config: LaunchConfig,
+    shared_config: LaunchConfig,
 ) -> None:
-    """Attend from the sequences of few queries."""
-    assert config.split_tokens is not None
+    """Attend from the sequences of few queries, and once for all to the prefixes they share."""
+    split_tokens, shared = config.split_tokens, metadata.shared_prefixes
+    assert split_tokens is not None
+    if shared is not None and (
+        shared.split_tokens != split_tokens or split_tokens % shared_config.block_n
+    ):
+        raise ValueError(
+            f"shared_prefixes have split_tokens={shared.split_tokens}: expected {split_tokens}, "
+            f"a multiple of {shared_config.block_n}"
+        )
     num_seqs, num_q_heads = metadata.seq_lens.numel(), outputs.shape[1]
-    num_splits = max(1, -(-size.max_seq_len // config.split_tokens))
+    num_splits = max(1, -(-size.max_seq_len // split_tokens))
     partials, log_sums = outputs, None
     if num_splits > 1:
         entries = (num_seqs, size.most_queries, num_q_heads, num_splits)
@@ -143,7 +165,7 @@ def _decode(
     decode[(num_seqs * num_tiles, layer.values.shape[1], num_splits)](
         partials,
         log_sums,
-        None,
+        None if shared is None else shared.first_split,
         inputs,
         _batch_args(metadata),
         _pool_args(layer),
@@ -154,11 +176,37 @@ def _decode(
         **shape._asdict(),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        SPLIT_TOKENS=config.split_tokens,
+        SPLIT_TOKENS=split_tokens,
         IS_WHOLE=num_splits == 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+    if shared is not None:
+        num_groups = shared.group_splits.numel()
+        num_rows = shared.query_seq.numel() * shape.GROUP_SIZE
+        num_tiles = num_rows // shared_config.block_m + num_groups
+        attend_shared[(num_tiles, layer.values.shape[1], shared.max_splits)](
+            partials,
+            log_sums,
+            shared.group_start,
+            shared.group_splits,
+            shared.query_seq,
+            shared.query_index,
+            inputs,
+            _batch_args(metadata),
+            _pool_args(layer),
+            metadata.block_tables.shape[1],
+            num_groups,
+            size.most_queries,
+            num_q_heads,
+            num_splits,
+            **shape._asdict(),
+            BLOCK_M=shared_config.block_m,
+            BLOCK_N=shared_config.block_n,
+            SPLIT_TOKENS=split_tokens,
+            num_warps=shared_config.num_warps,
+            num_stages=shared_config.num_stages,
+        )
     if num_splits > 1:
         join_splits[(num_seqs * size.most_queries, num_q_heads)](
             outputs,
@@ -170,12 +218,12 @@ def _decode(
             num_splits,
             HEAD_DIM=shape.HEAD_DIM,
             PADDED_DIM=shape.PADDED_DIM,
-            SPLIT_TOKENS=config.split_tokens,
+            SPLIT_TOKENS=split_tokens,
             num_warps=1,
         )
 
 
-def _shape(layer: LayerView, queries: torch.Tensor) -> Shape:
+def _shape(layer: LayerView, queries: torch.Tensor, gpu: str) -> Shape:
     _, num_kv_heads, block_size, head_dim = layer.values.shape
     return Shape(
         HEAD_DIM=head_dim,
@@ -184,6 +232,9 @@ def _shape(layer: LayerView, queries: torch.Tensor) -> Shape:
         PART_DIM=layer.keys.shape[-1],
         BLOCK_SIZE=block_size,
         GROUP_SIZE=queries.shape[1] // num_kv_heads,
+        # NVIDIA's tensor cores reach the precision of fp32 in three products of TF32, if there are
+        # registers for both halves of a query.
+        PRECISION="tf32x3" if gpu.startswith("sm") and head_dim <= 128 else "ieee",
     )
 
 
@@ -211,8 +262,8 @@ def _pool_args(layer: LayerView) -> PoolArgs:
     keys, values, key_scales, value_scales = layer
     scale_block, scale_head, scale_slot = (0, 0, 0) if key_scales is None else key_scales.stride()
     return PoolArgs(
-        keys=keys,
-        values=values,
+        key_cache=keys,
+        value_cache=values,
         key_scales=key_scales,
         value_scales=value_scales,
         key_block=keys.stride(0),

@@ -1,6 +1,6 @@
 """Decode and prefill over the paged pool, and the reduction that joins the splits of a decode."""
 
-from typing import Any
+import typing
 
 import triton.language as tl
 
@@ -18,12 +18,12 @@ from rayserve_kernels.gpu.tile import (
 
 @jit
 def store_partial(
-    partials: Any,
-    log_sums: Any,
-    output: Any,
-    log_sum: Any,
-    entry: Any,
-    is_row: Any,
+    partials: typing.Any,
+    log_sums: typing.Any,
+    output: typing.Any,
+    log_sum: typing.Any,
+    entry: typing.Any,
+    is_row: typing.Any,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ) -> None:
@@ -51,21 +51,22 @@ def store_partial(
 
 @jit_for_any("table_width", "num_tiles", "most_queries")
 def decode(
-    outputs: Any,
-    log_sums: Any,
-    first_split: Any,
+    outputs: typing.Any,
+    log_sums: typing.Any,
+    first_split: typing.Any,
     inputs: QueryArgs,
     batch: BatchArgs,
     pool: PoolArgs,
-    table_width: Any,
-    num_tiles: Any,
-    most_queries: Any,
-    num_q_heads: Any,
+    table_width: typing.Any,
+    num_tiles: typing.Any,
+    most_queries: typing.Any,
+    num_q_heads: typing.Any,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PART_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
@@ -92,6 +93,7 @@ def decode(
         PART_DIM: Adjacent elements of a key.
         BLOCK_SIZE: Slots of a block.
         GROUP_SIZE: Query heads of a KV head.
+        PRECISION: Of products of fp32, as `tl.dot` names it.
         BLOCK_M: Rows of a tile.
         BLOCK_N: Positions of a tile.
         SPLIT_TOKENS: Positions of a split, a multiple of BLOCK_N.
@@ -142,6 +144,7 @@ def decode(
         BLOCK_SIZE,
         BLOCK_M,
         BLOCK_N,
+        PRECISION,
         HAS_WINDOW=batch.windows is not None,
         HAS_FREE=False,
         HAS_MASKED=True,
@@ -162,13 +165,13 @@ def decode(
 
 @jit_for_any("most_queries", "num_splits")
 def join_splits(
-    outputs: Any,
-    partials: Any,
-    log_sums: Any,
-    query_start: Any,
-    seq_lens: Any,
-    most_queries: Any,
-    num_splits: Any,
+    outputs: typing.Any,
+    partials: typing.Any,
+    log_sums: typing.Any,
+    query_start: typing.Any,
+    seq_lens: typing.Any,
+    most_queries: typing.Any,
+    num_splits: typing.Any,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
@@ -224,19 +227,20 @@ def join_splits(
 
 @jit_for_any("table_width", "num_seqs")
 def prefill(
-    outputs: Any,
+    outputs: typing.Any,
     inputs: QueryArgs,
     batch: BatchArgs,
     pool: PoolArgs,
-    table_width: Any,
-    num_seqs: Any,
-    most_decode_queries: Any,
-    num_q_heads: Any,
+    table_width: typing.Any,
+    num_seqs: typing.Any,
+    most_decode_queries: typing.Any,
+    num_q_heads: typing.Any,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PART_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
@@ -258,6 +262,7 @@ def prefill(
         PART_DIM: Adjacent elements of a key.
         BLOCK_SIZE: Slots of a block.
         GROUP_SIZE: Query heads of a KV head.
+        PRECISION: Of products of fp32, as `tl.dot` names it.
         BLOCK_M: Rows of a tile.
         BLOCK_N: Positions of a tile.
     """
@@ -300,6 +305,7 @@ def prefill(
         BLOCK_SIZE,
         BLOCK_M,
         BLOCK_N,
+        PRECISION,
         HAS_WINDOW=batch.windows is not None,
         HAS_FREE=batch.windows is None,
         HAS_MASKED=True,

@@ -11,6 +11,7 @@ lies there may be NaN, and NaN times a weight of zero is NaN.
 Scores are in units of log2, so that exp2 takes them back; factors and slopes hold the log2(e).
 """
 
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,13 +35,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 class PoolArgs(NamedTuple):
     """One layer of a pool: pointers, and strides in elements.
 
-    keys, values: as `KVPool.key_view` and `value_view`; `key_part` is the stride between the parts
+    Caches are as `KVPool.key_view` and `value_view`; `key_part` is the stride between the parts
     of a key that the vectorised order splits, else 0. Scales are fp32, a factor for each slot and
     KV head, None where the pool holds plain floats.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
     key_scales: torch.Tensor | None
     value_scales: torch.Tensor | None
     key_block: int
@@ -82,9 +83,9 @@ class QueryArgs(NamedTuple):
 
 @jit
 def locate(
-    starts: Any,
-    count: Any,
-    tile: Any,
+    starts: typing.Any,
+    count: typing.Any,
+    tile: typing.Any,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> Any:
@@ -115,11 +116,11 @@ def locate(
 def load_rows(
     inputs: QueryArgs,
     batch: BatchArgs,
-    seq: Any,
-    token: Any,
-    head: Any,
-    query_at: Any,
-    is_row: Any,
+    seq: typing.Any,
+    token: typing.Any,
+    head: typing.Any,
+    query_at: typing.Any,
+    is_row: typing.Any,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ) -> Any:
@@ -162,27 +163,28 @@ def load_rows(
 
 @jit
 def attend_tile(
-    output: Any,
-    highest: Any,
-    total: Any,
-    start: Any,
-    end: Any,
-    query: Any,
-    slope: Any,
-    query_at: Any,
-    first_seen: Any,
-    num_sinks: Any,
-    window_from: Any,
-    sinks_to: Any,
+    output: typing.Any,
+    highest: typing.Any,
+    total: typing.Any,
+    start: typing.Any,
+    end: typing.Any,
+    query: typing.Any,
+    slope: typing.Any,
+    query_at: typing.Any,
+    first_seen: typing.Any,
+    num_sinks: typing.Any,
+    window_from: typing.Any,
+    sinks_to: typing.Any,
     inputs: QueryArgs,
     pool: PoolArgs,
-    table: Any,
-    kv_head: Any,
+    table: typing.Any,
+    kv_head: typing.Any,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PART_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> Any:
@@ -199,11 +201,11 @@ def attend_tile(
     is_element = is_read[:, None] & (dims < HEAD_DIM)[None, :]
     key_at = block * pool.key_block + slot * pool.key_slot + kv_head * pool.key_head
     if PART_DIM == HEAD_DIM:
-        key_dims = dims.to(tl.int64)
+        key_dims = dims
     else:
         key_dims = (dims // PART_DIM).to(tl.int64) * pool.key_part + dims % PART_DIM
-    key = tl.load(pool.keys + key_at[:, None] + key_dims[None, :], mask=is_element, other=0.0)
-    scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+    key = tl.load(pool.key_cache + key_at[:, None] + key_dims[None, :], mask=is_element, other=0.0)
+    scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision=PRECISION)
     scale_at = block * pool.scale_block + slot * pool.scale_slot + kv_head * pool.scale_head
     if pool.key_scales is not None:
         key_scale = tl.load(pool.key_scales + scale_at, mask=is_read, other=0.0)
@@ -231,34 +233,37 @@ def attend_tile(
     output = output * fade[:, None]
     value_at = block * pool.value_block + slot * pool.value_slot + kv_head * pool.value_head
     value = tl.load(
-        pool.values + value_at[:, None] + dims[None, :].to(tl.int64), mask=is_element, other=0.0
+        pool.value_cache + value_at[:, None] + dims[None, :], mask=is_element, other=0.0
     )
     if pool.value_scales is not None:
         weights = weights * tl.load(pool.value_scales + scale_at, mask=is_read, other=0.0)[None, :]
-    output = tl.dot(weights.to(query.dtype), value.to(query.dtype), output, input_precision="ieee")
+    output = tl.dot(
+        weights.to(query.dtype), value.to(query.dtype), output, input_precision=PRECISION
+    )
     return output, new_highest, total
 
 
 @jit
 def attend_range(
-    begin: Any,
-    free_end: Any,
-    end: Any,
-    query: Any,
-    slope: Any,
-    query_at: Any,
-    first_seen: Any,
-    num_sinks: Any,
+    begin: typing.Any,
+    free_end: typing.Any,
+    end: typing.Any,
+    query: typing.Any,
+    slope: typing.Any,
+    query_at: typing.Any,
+    first_seen: typing.Any,
+    num_sinks: typing.Any,
     inputs: QueryArgs,
     pool: PoolArgs,
-    table: Any,
-    kv_head: Any,
+    table: typing.Any,
+    kv_head: typing.Any,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PART_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_FREE: tl.constexpr,
     HAS_MASKED: tl.constexpr,
@@ -285,6 +290,7 @@ def attend_range(
         BLOCK_SIZE: Slots of a block.
         BLOCK_M: Rows.
         BLOCK_N: Positions of a tile.
+        PRECISION: Of products of fp32, as `tl.dot` names it.
         HAS_WINDOW: Whether rows have windows; then all tiles are masked.
         HAS_FREE: Whether to pass over tiles without masks as far as `free_end`.
         HAS_MASKED: Whether tiles remain then.
@@ -322,6 +328,7 @@ def attend_range(
                 PART_DIM,
                 BLOCK_SIZE,
                 BLOCK_N,
+                PRECISION,
                 False,
                 False,
             )
@@ -364,6 +371,7 @@ def attend_range(
                 PART_DIM,
                 BLOCK_SIZE,
                 BLOCK_N,
+                PRECISION,
                 HAS_WINDOW,
                 True,
             )

@@ -4,12 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from paged_case import DEVICE, NO_WINDOW, PagedCase, build
-from pairwise import Case, pairwise
-from small_table import SMALL_TABLE
-
-from rayserve_kernels.gpu.configs import LaunchTable
-from rayserve_kernels.gpu.launch import attend_layer
+from attend_case import attend
+from paged_case import NO_WINDOW, build
+from pairwise import Case, pairwise, product
 
 # Several tiles and splits; positions that are and are not multiples of tiles and blocks.
 BATCHES = {
@@ -30,20 +27,6 @@ AXES: dict[str, list[Any]] = {
     "soft_cap": [None, 2.0],
     "has_alibi": [False, True],
 }
-
-
-def attend(case: PagedCase, table: LaunchTable = SMALL_TABLE) -> torch.Tensor:
-    slopes = case.alibi_slopes
-    return attend_layer(
-        case.view,
-        torch.cat(case.queries).to(DEVICE),
-        case.metadata,
-        case.scale,
-        gpu="interpreter",
-        table=table,
-        soft_cap=case.soft_cap,
-        alibi_slopes=None if slopes is None else slopes.to(DEVICE),
-    )
 
 
 def check(choice: Case) -> None:
@@ -73,3 +56,34 @@ def name(choice: Case) -> str:
 @pytest.mark.parametrize("choice", pairwise(AXES), ids=name)
 def test_the_kernels_agree_with_float64(choice: Case) -> None:
     check(choice)
+
+
+WIDE_AXES = {
+    **AXES,
+    "block_size": [1, 8, 16, 24, 32, 64, 128],
+    "heads": [(1, 1), (2, 2), (6, 2), (7, 1), (20, 1), (9, 3)],
+    "head_dim": [16, 64, 80, 96, 112, 128, 160, 256],
+    "soft_cap": [None, 2.0, 30.0],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "choice",
+    [choice for seed in (2, 3, 4) for choice in pairwise(WIDE_AXES, tries=4, seed=seed)],
+    ids=name,
+)
+def test_the_kernels_agree_with_float64_over_more_choices(choice: Case) -> None:
+    check(choice)
+
+
+# One test for many cases, since pytest would take longer to list them than they take.
+@pytest.mark.prove
+@pytest.mark.parametrize("dtype", AXES["dtype"])
+@pytest.mark.parametrize("pool", AXES["pool"])
+@pytest.mark.parametrize("order", AXES["order"])
+def test_the_kernels_agree_with_float64_over_the_product(
+    dtype: torch.dtype, pool: torch.dtype | None, order: str
+) -> None:
+    for choice in product({**AXES, "dtype": [dtype], "pool": [pool], "order": [order]}):
+        check(choice)

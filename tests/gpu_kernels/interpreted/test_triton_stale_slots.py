@@ -4,8 +4,8 @@ import typing
 
 import pytest
 import torch
+from attend_case import SMALL_TABLE
 from paged_case import DEVICE
-from small_table import SMALL_TABLE
 from stale_slots import check, check_limit
 
 from rayserve_kernels.gpu.backend import TritonBackend
