@@ -11,6 +11,7 @@ from rayserve_kernels.gpu.launch import attend_layer
 _CONFIGS: dict[Kind, LaunchConfig] = {
     "decode": LaunchConfig(16, 32, 64, 4, 2),
     "decode_wide": LaunchConfig(32, 32, 64, 4, 2),
+    "shared": LaunchConfig(32, 32, None, 4, 2),
     "prefill": LaunchConfig(32, 32, None, 4, 2),
 }
 SMALL_TABLE = LaunchTable(

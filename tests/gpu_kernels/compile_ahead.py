@@ -26,7 +26,7 @@ from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.gpu.configs import LaunchTable
 from rayserve_kernels.gpu.launch import LayerView, attend_layer
 from rayserve_kernels.gpu.prefix_groups import SharedPrefixes
-from rayserve_kernels.layout import KVLayout
+from rayserve_kernels.layout import SCALED_DTYPES, KVLayout
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -48,10 +48,17 @@ INSTRUCTIONS = {
     "LDG.128": r"\bLDG[.\w]*\.128",
     "spill": r"\b(?:STL|LDL)\b",
 }
+KERNELS = {
+    "decode": ("decode", "join_splits"),
+    "decode_wide": ("decode", "join_splits"),
+    "shared": ("attend_shared",),
+    "prefill": ("prefill",),
+}
 # Shapes under which each kind of batch is launched: query heads, KV heads, computed, new.
 BATCHES = {
     "decode": (8, 2, 2048, 1),
     "decode_wide": (64, 1, 2048, 1),
+    "shared": (8, 2, 2048, 1),
     "prefill": (8, 2, 512, 256),
 }
 
@@ -62,15 +69,15 @@ class Compiler:
     def __init__(self, table: LaunchTable) -> None:
         self.table = table
         self.gpu = ""
-        self.kernels: list[tuple[str, Kernel]] = []
+        self.kernels: dict[str, Kernel] = {}
         launch = JITFunction.run
 
         def run(
             function: JITFunction, *args: object, grid: object, warmup: bool, **options: object
-        ) -> Kernel:
-            kernel: Kernel = launch(function, *args, grid=grid, warmup=True, **options)
-            self.kernels.append((function.__name__, kernel))
-            return kernel
+        ) -> None:
+            if function.__name__ in self.kernels:
+                kernel: Kernel = launch(function, *args, grid=grid, warmup=True, **options)
+                self.kernels[function.__name__] = kernel
 
         JITFunction.run = run  # pyright: ignore[reportAttributeAccessIssue]
         driver.set_active(self)  # pyright: ignore[reportArgumentType]
@@ -85,12 +92,12 @@ class Compiler:
         return TARGETS[self.gpu]
 
     def compile(self, case: Case) -> list[dict[str, Any]]:
-        """Compile the kernels of a case, and tell what they need."""
-        self.gpu, self.kernels = case["gpu"], []
+        """Compile the kernels that a case is about, and tell what they need."""
+        self.gpu, self.kernels = case["gpu"], dict.fromkeys(KERNELS[case["kind"]])
         _attend(case, self.table)
         return [
             {"kernel": name, "shared": kernel.metadata.shared, **_resources(kernel)}
-            for name, kernel in self.kernels
+            for name, kernel in self.kernels.items()
         ]
 
 
@@ -98,10 +105,9 @@ def _attend(case: Case, table: LaunchTable) -> None:
     num_q_heads, num_kv_heads, computed, new = BATCHES[case["kind"]]
     dtype, slots = getattr(torch, case["dtype"]), getattr(torch, case["slots"])
     block_size, head_dim = case["block_size"], case["head_dim"]
-    layout = KVLayout(1, num_kv_heads, block_size, head_dim, slots, case["order"])
+    is_scaled = slots in SCALED_DTYPES
+    layout = KVLayout(1, num_kv_heads, block_size, head_dim, slots, case["order"], is_scaled)
     pool = layout.allocate(2)
-    is_scaled = slots in (torch.int8, torch.float8_e4m3fn)
-    scales = torch.empty(2, num_kv_heads, block_size) if is_scaled else None
     num_seqs = 3
     tables = np.zeros((num_seqs, (computed + new) // block_size + 1), np.int32)
     shared = SharedPrefixes.for_step(
@@ -122,9 +128,9 @@ def _attend(case: Case, table: LaunchTable) -> None:
         num_sinks=np.full(num_seqs, 4, np.int32) if case["window"] else None,
     )
     attend_layer(
-        LayerView(pool.key_view(0), pool.value_view(0), scales, scales),
+        LayerView.of(pool, 0),
         torch.empty(num_seqs * new, num_q_heads, head_dim, dtype=dtype),
-        dataclasses.replace(metadata, shared_prefixes=shared if case["shared"] else None),
+        dataclasses.replace(metadata, shared_prefixes=shared if case["kind"] == "shared" else None),
         0.1,
         gpu=case["gpu"],
         table=table,

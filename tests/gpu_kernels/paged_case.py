@@ -9,7 +9,8 @@ import torch
 
 from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.gpu.launch import LayerView
-from rayserve_kernels.layout import KVLayout, KVPool, Order
+from rayserve_kernels.layout import SCALED_DTYPES, KVLayout, KVPool, Order
+from rayserve_kernels.quantisation import dequantise, quantise
 from rayserve_kernels.reference import dense_attention, seen_positions
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -103,39 +104,47 @@ def build(
     num_seqs = len(lengths)
     windows = None if windows is None else [windows[i % len(windows)] for i in range(num_seqs)]
     sinks = [0] * num_seqs if sinks is None else [sinks[i % len(sinks)] for i in range(num_seqs)]
-    layout = KVLayout(num_layers, num_kv_heads, block_size, head_dim, pool_dtype or dtype, order)
+    slots = pool_dtype or dtype
+    layout = KVLayout(
+        num_layers, num_kv_heads, block_size, head_dim, slots, order, slots in SCALED_DTYPES
+    )
     counts = [-(-length // block_size) for length in lengths]
     pool = layout.allocate(skipped_blocks + sum(counts) + 2)
-    # Zeros of numpy, as those of the pool, take no memory before they are written.
-    shape = (2, pool.num_blocks, num_kv_heads, block_size)
-    scales = torch.from_numpy(np.zeros(shape, np.float32))
-    scales[:, skipped_blocks:] = float("nan")
-    for plane in (pool.keys, pool.values):
-        _poison(plane[:, skipped_blocks:])
+    for plane in (pool.keys, pool.values, pool.key_scales, pool.value_scales):
+        if plane is not None:
+            _poison(plane[:, skipped_blocks:])
     num_free = pool.num_blocks - skipped_blocks
     free = (torch.randperm(num_free, generator=generator) + skipped_blocks).tolist()
     tables = np.full((num_seqs, max(counts) + 2), GARBAGE_BLOCK, dtype=np.int32)
-    slots = np.zeros((num_seqs, max(counts) + 2), dtype=np.int32)
+    full_tables = np.zeros(tables.shape, dtype=np.int32)
     keys, values = [], []
     for row, length in enumerate(lengths):
         block_ids = [free.pop() for _ in range(counts[row])]
-        slots[row, : counts[row]] = block_ids
+        full_tables[row, : counts[row]] = block_ids
         window = None if windows is None else windows[row]
         seen = seen_positions(num_computed[row], length, window, sinks[row])
         places = [(block_ids[at // block_size], at % block_size) for at in seen]
         for at in seen:
             tables[row, at // block_size] = block_ids[at // block_size]
-        for kind, sink in enumerate((keys, values)):
+        for vectors, plane, scales in (
+            (keys, pool.keys, pool.key_scales),
+            (values, pool.values, pool.value_scales),
+        ):
             exact = torch.randn(num_kv_heads, length, head_dim, generator=generator)
-            stored, factor = _quantised(exact, layout.dtype)
-            sink.append(stored.float() * factor[..., None])
-            plane = (pool.values if kind else pool.keys)[-1]
+            if scales is None:
+                stored, factor = exact.to(slots), None
+                # The kernels multiply in the queries' dtype.
+                vectors.append(stored.to(dtype).float())
+            else:
+                stored, factor = quantise(exact, slots)
+                vectors.append(dequantise(stored, factor))
             for at, (block_id, offset) in zip(seen, places, strict=True):
-                target = plane[block_id, :, offset]
+                target = plane[-1, block_id, :, offset]
                 target.copy_(stored[:, at].reshape(target.shape))
-                scales[kind, block_id, :, offset] = factor[:, at]
+                if scales is not None and factor is not None:
+                    scales[-1, block_id, :, offset] = factor[:, at]
     metadata = AttentionMetadata.for_step(
-        slots,
+        full_tables,
         num_computed,
         num_new,
         block_size,
@@ -144,13 +153,10 @@ def build(
         None if windows is None else np.array(sinks, np.int32),
     )
     metadata = dataclasses.replace(metadata, block_tables=torch.tensor(tables, device=DEVICE))
-    is_scaled = layout.dtype in (torch.int8, torch.float8_e4m3fn)
     pool = KVPool(layout, pool.payload.to(DEVICE))
-    scales = scales.to(DEVICE)
-    view = LayerView(pool.key_view(num_layers - 1), pool.value_view(num_layers - 1))
     return PagedCase(
         layout=layout,
-        view=view._replace(key_scales=scales[0], value_scales=scales[1]) if is_scaled else view,
+        view=LayerView.of(pool, num_layers - 1),
         metadata=metadata,
         queries=[
             torch.randn(n, num_q_heads, head_dim, generator=generator).to(dtype) for n in num_new
@@ -170,13 +176,3 @@ def _poison(slots: torch.Tensor) -> None:
         slots.fill_(127)
     else:
         slots.copy_(torch.full((), float("nan")).to(slots.dtype).expand(slots.shape))
-
-
-def _quantised(exact: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots of a dtype, and the factors [num_kv_heads, length] that they are to be taken with."""
-    if dtype not in (torch.int8, torch.float8_e4m3fn):
-        return exact.to(dtype), torch.ones(exact.shape[:2])
-    most = 127 if dtype == torch.int8 else 448
-    factor = exact.abs().amax(-1) / most
-    scaled = exact / factor[..., None]
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), factor

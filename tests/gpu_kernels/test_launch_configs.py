@@ -50,10 +50,10 @@ def test_a_table_survives_its_file_and_names_what_it_holds(tmp_path: Path) -> No
 def test_every_split_holds_whole_tiles_of_the_kernel_that_shares_it() -> None:
     rows = LaunchTable.read().rows
     for key, row in rows.items():
-        assert (row.split_tokens is None) == (key.kind == "prefill")
+        assert (row.split_tokens is None) == (key.kind in ("prefill", "shared"))
         if row.split_tokens is not None:
             assert row.split_tokens % row.block_n == 0
-            assert row.split_tokens % rows[key._replace(kind="prefill")].block_n == 0
+            assert row.split_tokens % rows[key._replace(kind="shared")].block_n == 0
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,9 @@ def test_dtypes_have_a_width_or_are_refused() -> None:
     assert width_of(torch.float32, torch.int8) == "fp32"
     assert width_of(torch.bfloat16, torch.bfloat16) == "half"
     assert width_of(torch.float16, torch.float8_e4m3fn) == "scaled"
+    assert width_of(torch.float16, torch.bfloat16) == "half"
+    assert width_of(torch.float16, torch.float32) == "fp32"
     for queries, slots in (
-        (torch.bfloat16, torch.float16),
         (torch.float64, torch.float64),
         (torch.float16, torch.float8_e5m2),
         (torch.int8, torch.int8),

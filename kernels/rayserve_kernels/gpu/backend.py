@@ -75,7 +75,7 @@ class TritonBackend:
         check_attend(pool, queries, metadata, soft_cap=soft_cap, alibi_slopes=alibi_slopes)
         check_support(self._gpu, pool.layout.dtype)
         return attend_layer(
-            LayerView(pool.key_view(layer), pool.value_view(layer)),
+            LayerView.of(pool, layer),
             queries,
             metadata,
             scale,

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 
-Kind = typing.Literal["decode", "decode_wide", "prefill"]
-"""`decode_wide` is decode with more query heads for each KV head than `decode` has rows."""
+from rayserve_kernels.layout import SCALED_DTYPES
+
+Kind = typing.Literal["decode", "decode_wide", "shared", "prefill"]
+"""`decode_wide` is decode with more query heads for each KV head than `decode` has rows; `shared`
+is the part of a cascade that several sequences share."""
 Width = typing.Literal["fp32", "half", "scaled"]
-"""fp32 queries; 16-bit queries over a 16-bit pool; 16-bit queries over 8-bit slots with scales."""
+"""fp32 in queries or slots; 16-bit queries over 16-bit slots; the same over codes with scales."""
 
 DECODE_QUERIES = 8
 """Sequences of no more queries are split over their tokens; those of more are cut into tiles."""
@@ -33,7 +36,7 @@ class LaunchConfig:
         block_m: Rows of a tile, a power of two of at least 16.
         block_n: Positions of a tile, a power of two of at least 16.
         split_tokens: Positions of a split of a decode, a multiple of `block_n`. It decides where
-            partial sums end, and so the last bits of results; for prefill None.
+            partial sums end, and so the last bits of results; None but for decodes.
         num_warps: Of a program.
         num_stages: Of the pipeline over tiles.
 
@@ -138,21 +141,17 @@ def width_of(queries: torch.dtype, slots: torch.dtype) -> Width:
     """Name the width of queries and a pool's slots together.
 
     Raises:
-        ValueError: Dtypes that the kernels do not take together.
+        ValueError: A dtype that the kernels do not take.
     """
-    if queries == slots == torch.float32:
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    if queries not in floats or slots not in (*floats, *SCALED_DTYPES):
+        raise ValueError(
+            f"queries of {queries} over a pool of {slots}: expected float32, float16 or bfloat16, "
+            f"and a pool of one of these or of codes"
+        )
+    if torch.float32 in (queries, slots):
         return "fp32"
-    if queries in (torch.float16, torch.bfloat16) and slots == queries:
-        return "half"
-    if slots in (torch.int8, torch.float8_e4m3fn):
-        if queries == torch.float32:
-            return "fp32"
-        if queries in (torch.float16, torch.bfloat16):
-            return "scaled"
-    raise ValueError(
-        f"queries of {queries} over a pool of {slots}: expected float32, float16 or bfloat16, and "
-        f"a pool of the same dtype, int8 or float8_e4m3fn"
-    )
+    return "scaled" if slots in SCALED_DTYPES else "half"
 
 
 def check_support(gpu: str, slots: torch.dtype) -> None:

@@ -9,20 +9,28 @@ from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.gpu.cascade import attend_shared
 from rayserve_kernels.gpu.configs import DECODE_QUERIES, LaunchConfig, LaunchTable, Width, width_of
 from rayserve_kernels.gpu.paged_attention import decode, join_splits, prefill
+from rayserve_kernels.gpu.prefix_groups import SharedPrefixes
 from rayserve_kernels.gpu.tile import BatchArgs, PoolArgs, QueryArgs
+from rayserve_kernels.layout import KVPool
 
 
 class LayerView(NamedTuple):
-    """Keys and values of one layer, as views of any strides whose innermost is 1.
-
-    keys, values: as `KVPool.key_view` and `KVPool.value_view`. Scales: fp32
-    [num_blocks, num_kv_heads, block_size], of equal strides, or None.
-    """
+    """One layer of a pool: the views that `KVPool` gives, of any strides whose innermost is 1."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    key_scales: torch.Tensor | None = None
-    value_scales: torch.Tensor | None = None
+    key_scales: torch.Tensor | None
+    value_scales: torch.Tensor | None
+
+    @classmethod
+    def of(cls, pool: KVPool, layer: int) -> "LayerView":
+        """View a layer. Raises ValueError for one that does not exist."""
+        return cls(
+            pool.key_view(layer),
+            pool.value_view(layer),
+            pool.key_scale_view(layer),
+            pool.value_scale_view(layer),
+        )
 
 
 class Shape(NamedTuple):
@@ -97,130 +105,165 @@ def attend_layer(
         which padding makes, hold anything.
 
     Raises:
-        ValueError: Dtypes or a head_dim that no configuration is for.
+        ValueError: Dtypes or a head_dim that no configuration is for, or prefixes that were found
+            for another one.
     """
     outputs = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    num_seqs = metadata.seq_lens.numel()
-    if not outputs.numel() or not num_seqs:
+    if not outputs.numel() or not metadata.seq_lens.numel():
         return outputs
     shape = _shape(layer, queries, gpu)
     width = width_of(queries.dtype, layer.keys.dtype)
-    inputs = _query_args(queries, scale, soft_cap, alibi_slopes)
-    size = StepSize.of(metadata, shape.BLOCK_SIZE)
-    if size.most_queries:
-        config = table.look_up(gpu, shape.HEAD_DIM, width, "decode")
-        if config.block_m < shape.GROUP_SIZE:
-            config = table.look_up(gpu, shape.HEAD_DIM, width, "decode_wide")
-        shared_config = table.look_up(gpu, shape.HEAD_DIM, width, "prefill")
-        _decode(outputs, inputs, layer, metadata, shape, size, config, shared_config)
-    if size.has_prefill:
-        config = table.look_up(gpu, shape.HEAD_DIM, width, "prefill")
-        num_tiles = metadata.num_tokens * shape.GROUP_SIZE // config.block_m + num_seqs
-        prefill[(num_tiles, layer.values.shape[1])](
-            outputs,
-            inputs,
-            _batch_args(metadata),
-            _pool_args(layer),
-            metadata.block_tables.shape[1],
-            num_seqs,
-            DECODE_QUERIES,
-            queries.shape[1],
-            **shape._asdict(),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+    step = _Step(
+        outputs,
+        _query_args(queries, scale, soft_cap, alibi_slopes),
+        _batch_args(metadata),
+        _pool_args(layer),
+        shape,
+        StepSize.of(metadata, shape.BLOCK_SIZE),
+        layer.values.shape[1],
+    )
+    if step.size.most_queries:
+        config = decode_config(table, gpu, shape.HEAD_DIM, width, shape.GROUP_SIZE)
+        shared_config = table.look_up(gpu, shape.HEAD_DIM, width, "shared")
+        _decode(step, config, metadata.shared_prefixes, shared_config)
+    if step.size.has_prefill:
+        _prefill(step, table.look_up(gpu, shape.HEAD_DIM, width, "prefill"))
     return outputs
 
 
+class _Step(NamedTuple):
+    """What every launch of a step needs."""
+
+    outputs: torch.Tensor
+    inputs: QueryArgs
+    batch: BatchArgs
+    pool: PoolArgs
+    shape: Shape
+    size: StepSize
+    num_kv_heads: int
+
+    @property
+    def num_seqs(self) -> int:
+        return self.batch.seq_lens.numel()
+
+    @property
+    def table_width(self) -> int:
+        return self.batch.block_tables.shape[1]
+
+    def options(self, config: LaunchConfig) -> dict[str, int | str]:
+        """What the kernels are compiled for, and with what."""
+        return {
+            **self.shape._asdict(),
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+
+
+def _prefill(step: _Step, config: LaunchConfig) -> None:
+    """Attend from the sequences of many queries."""
+    num_tokens, num_q_heads, _ = step.outputs.shape
+    num_tiles = num_tokens * step.shape.GROUP_SIZE // config.block_m + step.num_seqs
+    prefill[(num_tiles, step.num_kv_heads)](
+        step.outputs,
+        step.inputs,
+        step.batch,
+        step.pool,
+        step.table_width,
+        step.num_seqs,
+        DECODE_QUERIES,
+        num_q_heads,
+        **step.options(config),
+    )
+
+
 def _decode(
-    outputs: torch.Tensor,
-    inputs: QueryArgs,
-    layer: LayerView,
-    metadata: AttentionMetadata,
-    shape: Shape,
-    size: StepSize,
+    step: _Step,
     config: LaunchConfig,
+    shared: SharedPrefixes | None,
     shared_config: LaunchConfig,
 ) -> None:
     """Attend from the sequences of few queries, and once for all to the prefixes they share."""
-    split_tokens, shared = config.split_tokens, metadata.shared_prefixes
+    split_tokens = config.split_tokens
     assert split_tokens is not None
-    if shared is not None and (
-        shared.split_tokens != split_tokens or split_tokens % shared_config.block_n
-    ):
-        raise ValueError(
-            f"shared_prefixes have split_tokens={shared.split_tokens}: expected {split_tokens}, "
-            f"a multiple of {shared_config.block_n}"
-        )
-    num_seqs, num_q_heads = metadata.seq_lens.numel(), outputs.shape[1]
-    num_splits = max(1, -(-size.max_seq_len // split_tokens))
-    partials, log_sums = outputs, None
+    most_queries, num_q_heads = step.size.most_queries, step.outputs.shape[1]
+    num_splits = max(1, -(-step.size.max_seq_len // split_tokens))
+    partials, log_sums = step.outputs, None
     if num_splits > 1:
-        entries = (num_seqs, size.most_queries, num_q_heads, num_splits)
-        partials = torch.empty(*entries, shape.HEAD_DIM, dtype=torch.float32, device=outputs.device)
-        log_sums = torch.empty(entries, dtype=torch.float32, device=outputs.device)
-    num_tiles = -(-size.most_queries * shape.GROUP_SIZE // config.block_m)
-    decode[(num_seqs * num_tiles, layer.values.shape[1], num_splits)](
+        entries = (step.num_seqs, most_queries, num_q_heads, num_splits)
+        log_sums = partials.new_empty(entries, dtype=torch.float32)
+        partials = log_sums.new_empty((*entries, step.shape.HEAD_DIM))
+    num_tiles = -(-most_queries * step.shape.GROUP_SIZE // config.block_m)
+    decode[(step.num_seqs * num_tiles, step.num_kv_heads, num_splits)](
         partials,
         log_sums,
         None if shared is None else shared.first_split,
-        inputs,
-        _batch_args(metadata),
-        _pool_args(layer),
-        metadata.block_tables.shape[1],
+        step.inputs,
+        step.batch,
+        step.pool,
+        step.table_width,
         num_tiles,
-        size.most_queries,
+        most_queries,
         num_q_heads,
-        **shape._asdict(),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
+        **step.options(config),
         SPLIT_TOKENS=split_tokens,
-        IS_WHOLE=num_splits == 1,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        IS_WHOLE=log_sums is None,
     )
+    if log_sums is None:
+        return
     if shared is not None:
-        num_groups = shared.group_splits.numel()
-        num_rows = shared.query_seq.numel() * shape.GROUP_SIZE
-        num_tiles = num_rows // shared_config.block_m + num_groups
-        attend_shared[(num_tiles, layer.values.shape[1], shared.max_splits)](
-            partials,
-            log_sums,
-            shared.group_start,
-            shared.group_splits,
-            shared.query_seq,
-            shared.query_index,
-            inputs,
-            _batch_args(metadata),
-            _pool_args(layer),
-            metadata.block_tables.shape[1],
-            num_groups,
-            size.most_queries,
-            num_q_heads,
-            num_splits,
-            **shape._asdict(),
-            BLOCK_M=shared_config.block_m,
-            BLOCK_N=shared_config.block_n,
-            SPLIT_TOKENS=split_tokens,
-            num_warps=shared_config.num_warps,
-            num_stages=shared_config.num_stages,
+        _attend_shared(step, shared_config, shared, split_tokens, partials, log_sums)
+    join_splits[(step.num_seqs * most_queries, num_q_heads)](
+        step.outputs,
+        partials,
+        log_sums,
+        step.batch.query_start,
+        step.batch.seq_lens,
+        most_queries,
+        num_splits,
+        HEAD_DIM=step.shape.HEAD_DIM,
+        PADDED_DIM=step.shape.PADDED_DIM,
+        SPLIT_TOKENS=split_tokens,
+        num_warps=1,
+    )
+
+
+def _attend_shared(
+    step: _Step,
+    config: LaunchConfig,
+    shared: SharedPrefixes,
+    split_tokens: int,
+    partials: torch.Tensor,
+    log_sums: torch.Tensor,
+) -> None:
+    """Attend from the members of each group to what they share."""
+    if shared.split_tokens != split_tokens or split_tokens % config.block_n:
+        raise ValueError(
+            f"shared_prefixes have split_tokens={shared.split_tokens}: expected {split_tokens}, "
+            f"a multiple of {config.block_n}"
         )
-    if num_splits > 1:
-        join_splits[(num_seqs * size.most_queries, num_q_heads)](
-            outputs,
-            partials,
-            log_sums,
-            metadata.query_start,
-            metadata.seq_lens,
-            size.most_queries,
-            num_splits,
-            HEAD_DIM=shape.HEAD_DIM,
-            PADDED_DIM=shape.PADDED_DIM,
-            SPLIT_TOKENS=split_tokens,
-            num_warps=1,
-        )
+    num_groups = shared.group_splits.numel()
+    num_rows = shared.query_seq.numel() * step.shape.GROUP_SIZE
+    num_tiles = num_rows // config.block_m + num_groups
+    attend_shared[(num_tiles, step.num_kv_heads, shared.max_splits)](
+        partials,
+        log_sums,
+        shared.group_start,
+        shared.group_splits,
+        shared.query_seq,
+        shared.query_index,
+        step.inputs,
+        step.batch,
+        step.pool,
+        step.table_width,
+        num_groups,
+        step.size.most_queries,
+        step.outputs.shape[1],
+        log_sums.shape[-1],
+        **step.options(config),
+        SPLIT_TOKENS=split_tokens,
+    )
 
 
 def _shape(layer: LayerView, queries: torch.Tensor, gpu: str) -> Shape:

@@ -9,12 +9,13 @@ import torch
 from attend_case import SMALL_TABLE, attend
 from paged_case import DEVICE, PagedCase, build
 
-from rayserve_kernels.attention import AttentionMetadata
+from rayserve_kernels.attention import AttentionMetadata, ReferenceBackend
 from rayserve_kernels.gpu.backend import TritonBackend
 from rayserve_kernels.layout import KVLayout, Order
 
 NUM_COMPUTED = (130, 0, 33, 70, 20)
-NUM_NEW = (1, 40, 3, 9, 1)
+# One has as many queries as are decoded at most, the next one more.
+NUM_NEW = (1, 40, 3, 8, 9)
 
 
 def rows_of(case: PagedCase, rows: list[int], width: int) -> PagedCase:
@@ -134,12 +135,32 @@ def test_a_backend_is_named_after_its_gpu_and_its_table() -> None:
     assert TritonBackend.for_device(torch.device("cpu")).numerics.startswith("triton-interpreter-")
 
 
-def test_a_backend_refuses_queries_of_another_dtype_than_the_pools() -> None:
-    pool = KVLayout(1, 1, 16, 64, torch.float32).allocate(2, DEVICE)
+def test_a_backend_refuses_dtypes_that_no_kernel_takes() -> None:
     step = AttentionMetadata.for_step(np.zeros((1, 2), np.int32), [3], [1], 16, DEVICE)
-    queries = torch.zeros(1, 2, 64, dtype=torch.float16, device=DEVICE)
-    with pytest.raises(ValueError, match="expected one floating dtype"):
-        TritonBackend("any", SMALL_TABLE).attend(pool, 0, queries, step, 0.1)
+    for queries, slots, gpu, message in (
+        (torch.float64, torch.float32, "any", r"queries of torch\.float64"),
+        (torch.float16, torch.int32, "any", "expected floats"),
+        (torch.float16, torch.float8_e4m3fn, "sm80", "compute capability 8.9"),
+    ):
+        scaled = slots == torch.float8_e4m3fn
+        pool = KVLayout(1, 1, 16, 64, slots, scaled=scaled).allocate(2, DEVICE)
+        row = torch.zeros(1, 2, 64, dtype=queries, device=DEVICE)
+        with pytest.raises(ValueError, match=message):
+            TritonBackend(gpu, SMALL_TABLE).attend(pool, 0, row, step, 0.1)
+
+
+@pytest.mark.parametrize("slots", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_a_backend_attends_to_what_it_writes(slots: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    layout = KVLayout(2, 1, 8, 64, slots, scaled=slots != torch.bfloat16)
+    pool = layout.allocate(6, DEVICE)
+    step = AttentionMetadata.for_step(np.array([[4, 2, 5]], np.int32), [0], [20], 8, DEVICE)
+    queries, keys, values = torch.randn(3, 20, 2, 64, generator=generator).bfloat16().to(DEVICE)
+    backend = TritonBackend("any", SMALL_TABLE)
+    backend.write(pool, 1, keys[:, :1], values[:, :1], step)
+    got = backend.attend(pool, 1, queries, step, 0.125, soft_cap=3.0)
+    want = ReferenceBackend(torch.float64).attend(pool, 1, queries, step, 0.125, soft_cap=3.0)
+    assert (got - want).abs().max() < 2 * 2**-8 * values.abs().max()
 
 
 def test_a_step_without_tokens_has_no_output() -> None:

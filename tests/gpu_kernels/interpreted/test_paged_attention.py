@@ -17,7 +17,7 @@ BATCHES = {
 }
 AXES: dict[str, list[Any]] = {
     "dtype": [torch.float32, torch.float16, torch.bfloat16],
-    "pool": [None, torch.int8, torch.float8_e4m3fn],
+    "pool": [None, torch.int8, torch.float8_e4m3fn, torch.bfloat16],
     "order": ["block_major", "nhd", "hnd", "vectorised"],
     "block_size": [8, 16, 24, 128],
     "heads": [(2, 2), (6, 2), (7, 1), (20, 1)],
@@ -62,6 +62,7 @@ WIDE_AXES = {
     **AXES,
     "block_size": [1, 8, 16, 24, 32, 64, 128],
     "heads": [(1, 1), (2, 2), (6, 2), (7, 1), (20, 1), (9, 3)],
+    "pool": [*AXES["pool"], torch.float16, torch.float32],
     "head_dim": [16, 64, 80, 96, 112, 128, 160, 256],
     "soft_cap": [None, 2.0, 30.0],
 }
