@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rayserve_kernels.attention import TorchBackend
-from rayserve_kernels.bench import Case, Figures, all_cases, measure
+from rayserve_kernels.bench_cpu import Case, Figures, all_cases, measure
 
 
 def test_the_cases_are_every_dtype_shape_and_batch() -> None:
@@ -35,7 +35,7 @@ def test_a_ratio_above_one_means_that_the_native_kernel_is_faster() -> None:
 def test_a_case_is_measured_over_scattered_blocks(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayserve_kernels.bench._MIN_BYTES", 1)
+    monkeypatch.setattr("rayserve_kernels.bench_cpu._MIN_BYTES", 1)
     layers: list[int] = []
 
     class Watched(TorchBackend):

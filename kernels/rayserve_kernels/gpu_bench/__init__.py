@@ -1,0 +1,1 @@
+"""Benchmarks of the kernels on a GPU; only some modules need triton."""
