@@ -13,7 +13,7 @@ TARGET_SHARE = 0.9
 
 _BATCH_SIZES = (1, 8, 64, 256)
 _NUM_TOKENS = (1024, 4096, 16384, 32768)
-_DTYPES: tuple[Dtype, ...] = typing.get_args(Dtype)
+_DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "int8", "fp8")
 _ORDERS: tuple[Order, ...] = typing.get_args(Order)
 
 

@@ -8,10 +8,11 @@ import torch
 from rayserve_kernels.gpu.configs import DECODE_QUERIES
 from rayserve_kernels.layout import SCALED_DTYPES, Order
 
-Dtype = typing.Literal["bf16", "fp16", "int8", "fp8"]
-"""Of the pool; queries are fp16 beside fp16, else bf16."""
+Dtype = typing.Literal["fp32", "bf16", "fp16", "int8", "fp8"]
+"""Of the pool; queries are of the same, and bf16 beside codes."""
 
 _SLOTS = {
+    "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "int8": torch.int8,
@@ -58,7 +59,7 @@ class Case:
     @property
     def queries(self) -> torch.dtype:
         """Of queries and outputs."""
-        return torch.float16 if self.dtype == "fp16" else torch.bfloat16
+        return torch.bfloat16 if self.is_scaled else self.slots
 
     @property
     def is_scaled(self) -> bool:
