@@ -7,7 +7,9 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 
+from rayserve_kernels import tune
 from rayserve_kernels.gpu import tuning
 from rayserve_kernels.gpu.configs import Key, Kind, LaunchConfig, LaunchTable, Width
 from rayserve_kernels.gpu.tuning import Trial, candidates, choose, present
@@ -125,16 +127,26 @@ def test_only_rows_of_the_table_are_said_to_be_measured() -> None:
         (["--gpu", "sm90"], "only with --dry-run"),
     ],
 )
-def test_what_the_tuner_cannot_do_is_refused(arguments: list[str], message: str) -> None:
-    if arguments == ["--dry-run"] and _has_gpu():
+def test_what_the_tuner_cannot_do_is_refused(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if arguments == ["--dry-run"] and torch.cuda.is_available():
         pytest.skip("here --dry-run lists the GPU's own keys")
-    done = _run(*arguments)
-    assert done.returncode == 2
-    assert message in " ".join(done.stderr.split())
+    monkeypatch.setattr(sys, "argv", ["tune", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        tune.main()
+    assert caught.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_dry_run_lists_candidates_without_a_gpu() -> None:
-    done = _run("--dry-run", "--gpu", "sm90", "--head-dim", "128", "--width", "half")
+    command = [sys.executable, "-m", "rayserve_kernels.tune", "--dry-run", "--gpu", "sm90"]
+    done = subprocess.run(
+        [*command, "--head-dim", "128", "--width", "half"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     keys = [Key("sm90", 128, "half", kind) for kind in typing.get_args(Kind)]
@@ -143,14 +155,3 @@ def test_a_dry_run_lists_candidates_without_a_gpu() -> None:
     row = present(TABLE, DECODE)
     expected = f"sm90 128 half decode block_m={row.block_m} block_n={row.block_n} "
     assert any(line.startswith(expected) for line in lines)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rayserve_kernels.tune", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)

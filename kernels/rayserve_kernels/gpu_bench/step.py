@@ -56,7 +56,7 @@ class Step:
         contiguous = torch.empty(num_layers, 2, *sizes, dtype=case.queries, device=device)
         contiguous.normal_(generator=generator)
         shared = contiguous[..., : case.shared_tokens, :]
-        shared.copy_(shared[:, :, :1].expand(shared.shape))
+        shared.copy_(shared[:, :, :1].clone().expand(shared.shape))
         queries = torch.empty(
             (case.batch_size * case.num_queries, case.num_q_heads, case.head_dim),
             dtype=case.queries,

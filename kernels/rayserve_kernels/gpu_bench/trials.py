@@ -217,7 +217,7 @@ def cases_of(key: Key) -> tuple[list[Case], list[Case]]:
     """Cases to time and cases to compare with float64, in each dtype that the GPU can read."""
     timed = _TIMED.get(key.kind, _SHARED_TIMED)
     checked = _CHECKED.get(key.kind, _SHARED_CHECKED)
-    dtypes = [dtype for dtype in _DTYPES[key.width] if _reads(key.gpu, dtype)]
+    dtypes: list[Dtype] = [dtype for dtype in _DTYPES[key.width] if _reads(key.gpu, dtype)]
 
     def of(case: Case, dtype: Dtype) -> Case:
         return dataclasses.replace(case, dtype=dtype, head_dim=key.head_dim)
@@ -242,7 +242,7 @@ def spills() -> list[str]:
         kernel.__name__
         for kernel in _KERNELS
         for caches in getattr(kernel, "device_caches", {}).values()
-        if any(compiled.n_spills for compiled in caches[0].values())
+        if any(getattr(compiled, "n_spills", 0) for compiled in caches[0].values())
     ]
 
 
