@@ -7,6 +7,7 @@ import typer
 
 from rayserve_paged.commands.decode import decode
 from rayserve_paged.commands.fidelity import fidelity
+from rayserve_paged.commands.perplexity import perplexity
 
 bench = typer.Typer(help="Measure parts of the system.", no_args_is_help=True)
 
@@ -18,6 +19,7 @@ def _group() -> None:
 
 bench.command()(fidelity)
 bench.command()(decode)
+bench.command()(perplexity)
 
 
 @bench.command()
