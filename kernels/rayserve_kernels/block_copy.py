@@ -22,11 +22,7 @@ def copy_blocks(pool: KVPool, sources: Sequence[int], targets: Sequence[int]) ->
     Raises:
         ValueError: The counts differ, a target repeats, or a block does not exist.
     """
-    if len(sources) != len(targets):
-        raise ValueError(f"{len(sources)} sources and {len(targets)} targets: expected as many")
-    if len(set(targets)) != len(targets):
-        raise ValueError(f"targets={list(targets)}: a block is written twice")
-    _check_blocks(pool, (*sources, *targets))
+    check_copies(pool, sources, targets)
     source_ids = torch.tensor(sources, dtype=torch.int64, device=pool.device)
     target_ids = torch.tensor(targets, dtype=torch.int64, device=pool.device)
     # Torch moves elements one by one where the rest of a block is strided.
@@ -50,7 +46,7 @@ def copy_slots(pool: KVPool, source: int, target: int, num_slots: int) -> None:
     Raises:
         ValueError: A block does not exist, both are the same, or `num_slots` is out of range.
     """
-    _check_blocks(pool, (source, target))
+    check_blocks(pool, (source, target))
     if source == target:
         raise ValueError(f"source and target are both block {source}")
     if not 1 <= num_slots <= pool.layout.block_size:
@@ -60,7 +56,21 @@ def copy_slots(pool: KVPool, source: int, target: int, num_slots: int) -> None:
             view[:, target, :, :num_slots] = view[:, source, :, :num_slots]
 
 
-def _check_blocks(pool: KVPool, block_ids: Sequence[int]) -> None:
+def check_copies(pool: KVPool, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Check what `copy_blocks` expects, whatever copies.
+
+    Raises:
+        ValueError: As there.
+    """
+    if len(sources) != len(targets):
+        raise ValueError(f"{len(sources)} sources and {len(targets)} targets: expected as many")
+    if len(set(targets)) != len(targets):
+        raise ValueError(f"targets={list(targets)}: a block is written twice")
+    check_blocks(pool, (*sources, *targets))
+
+
+def check_blocks(pool: KVPool, block_ids: Sequence[int]) -> None:
+    """Raise ValueError for a block that the pool does not have."""
     for block_id in block_ids:
         if not 0 <= block_id < pool.num_blocks:
             raise ValueError(f"block {block_id}: the pool has blocks 0 to {pool.num_blocks - 1}")

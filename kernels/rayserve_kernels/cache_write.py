@@ -29,8 +29,7 @@ def write_kv(
             would wait for the device) a slot outside the pool.
     """
     layout = pool.layout
-    _check_vectors(pool, keys, values, slot_mapping.numel())
-    _check_slots(pool, slot_mapping)
+    check_write(pool, keys, values, slot_mapping)
     block_ids = slot_mapping.div(layout.block_size, rounding_mode="floor")
     offsets = slot_mapping.remainder(layout.block_size)
     for vectors, view, scale_view in (
@@ -43,6 +42,18 @@ def write_kv(
             stored, scale_view[block_ids, :, offsets] = quantise(vectors, layout.dtype)
         # [num_tokens, num_kv_heads, head_dim], or with head_dim split as the vectorised view is.
         view[block_ids, :, offsets] = stored.unflatten(-1, view.shape[3:])
+
+
+def check_write(
+    pool: KVPool, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Check what `write_kv` expects, whatever writes.
+
+    Raises:
+        ValueError: As there.
+    """
+    _check_vectors(pool, keys, values, slot_mapping.numel())
+    _check_slots(pool, slot_mapping)
 
 
 def _check_vectors(pool: KVPool, keys: torch.Tensor, values: torch.Tensor, num_tokens: int) -> None:

@@ -2,8 +2,9 @@
 
 import torch
 
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Largest code of each dtype."""
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def quantise(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +26,8 @@ def quantise(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     """
     exact = vectors.float()
     largest = exact.abs().amax(-1)
-    scales = largest.div(_LARGEST[dtype]).clamp_min(_SMALLEST_SCALE)
+    # By a tensor: a GPU multiplies by the inverse of a number, which has other bits.
+    scales = (largest / largest.new_full((), LARGEST[dtype])).clamp_min(SMALLEST_SCALE)
     is_finite = largest.isfinite()
     # Not whatever NaN the division made, whose bits differ between devices.
     scales = scales.masked_fill(~is_finite, torch.nan)
@@ -33,7 +35,7 @@ def quantise(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     if dtype == torch.int8:
         quotients = quotients.round()
     # Rounding may have left the largest quotient just above the largest code.
-    return quotients.clamp(-_LARGEST[dtype], _LARGEST[dtype]).to(dtype), scales
+    return quotients.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype), scales
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
