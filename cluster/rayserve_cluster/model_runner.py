@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from rayserve_kernels.attention import AttentionMetadata
+from rayserve_cluster.decode_graphs import DecodeGraphs
 from rayserve_kernels.block_copy import copy_blocks
+from rayserve_kernels.host_metadata import HostMetadata
 from rayserve_kernels.layout import KVPool
+from rayserve_kernels.staging import Array, StepUploads
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.step_messages import (
     IntArray,
@@ -19,6 +23,7 @@ from rayserve_paged.core.step_messages import (
     TokenLogprobs,
 )
 from rayserve_paged.model.build import StepModel
+from rayserve_paged.model.host_batch import HostBatch
 from rayserve_paged.model.prompt_scorer import PromptScorer
 from rayserve_paged.model.row_content import RowContent
 from rayserve_paged.model.sampler import Sampler
@@ -41,6 +46,8 @@ class ModelRunner:
         max_num_seqs: Rows.
         max_model_len: Most tokens of one sequence, which bounds its block table.
         sampler: Chooses tokens; used on rank 0 alone.
+        with_graphs: Stage what steps need in pinned memory, and replay steps of decoding from
+            graphs. The pool then has one block more than the plans know of, its last one.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         sampler: Sampler | None = None,
+        with_graphs: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -76,6 +84,12 @@ class ModelRunner:
         self._contents: dict[int, RowContent] = {}
         # Of the step that was run last; on rank 0 alone.
         self._scorer: PromptScorer | None = None
+        self._uploads = StepUploads(pool.device) if with_graphs else None
+        self._graphs = (
+            None
+            if self._uploads is None
+            else DecodeGraphs(self._forward_all, pool, self._uploads, max_num_seqs)
+        )
         self._history = hashlib.blake2b(digest_size=16)
 
     @property
@@ -97,12 +111,16 @@ class ModelRunner:
             GroupBrokenError: A collective of the model failed.
         """
         self._apply(plan)
-        batch = self._batch(plan)
+        batch = self._host_batch(plan)
         for array in (plan.rows, plan.num_computed, plan.num_tokens, plan.token_ids):
             self._history.update(array.tobytes())
         self._scorer = scorer = self._make_scorer(plan)
         with torch.inference_mode():
-            return self.model.forward(batch, self.pool, None if scorer is None else scorer.take)
+            if self._graphs is not None and self._graphs.takes(batch):
+                return self._graphs.run(batch)
+            return self.model.forward(
+                batch.on(self._send), self.pool, None if scorer is None else scorer.take
+            )
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
         """Choose the next tokens of a step; a row that has no choice fails alone.
@@ -214,41 +232,51 @@ class ModelRunner:
             self._windows[group, start.row] = NO_WINDOW if window.size is None else window.size
             self._num_sinks[group, start.row] = window.num_sink_tokens
 
-    def _metadata(self, plan: StepPlan, layer_group: int) -> AttentionMetadata:
+    def _forward_all(self, batch: StepBatch) -> torch.Tensor:
+        logits = self.model.forward(batch, self.pool)
+        assert logits is not None, "graphs are of a rank that has all logits"
+        return logits
+
+    def _send(self, arrays: Sequence[Array]) -> Sequence[torch.Tensor]:
+        if self._uploads is not None:
+            return self._uploads.upload(arrays)
+        # The arrays are the batch's own, so that a CPU needs no copy of them.
+        return [torch.from_numpy(array).to(self.pool.device) for array in arrays]
+
+    def _metadata(self, plan: StepPlan, layer_group: int) -> HostMetadata:
         num_groups = len(self._layer_windows)
         width = -(-int((plan.num_computed + plan.num_tokens).max()) // self._block_size)
         windows = self._windows[layer_group, plan.rows]
         windowed = bool((windows < NO_WINDOW).any())
-        return AttentionMetadata.for_step(
-            self._tables[plan.rows, layer_group : width * num_groups : num_groups],
+        return HostMetadata.for_step(
+            # A copy: the next plan may change the rows before this step is computed.
+            np.ascontiguousarray(
+                self._tables[plan.rows, layer_group : width * num_groups : num_groups]
+            ),
             plan.num_computed,
             plan.num_tokens,
             self._block_size,
-            self.pool.device,
             windows=windows if windowed else None,
             num_sinks=self._num_sinks[layer_group, plan.rows] if windowed else None,
         )
 
-    def _batch(self, plan: StepPlan) -> StepBatch:
+    def _host_batch(self, plan: StepPlan) -> HostBatch:
         """Flatten the scheduled tokens, row after row."""
-        device = self.pool.device
         ends = np.cumsum(plan.num_tokens, dtype=np.int64)
         starts = ends - plan.num_tokens
         positions = np.arange(len(plan.token_ids)) + np.repeat(
             plan.num_computed - starts, plan.num_tokens
         )
-        return StepBatch(
-            token_ids=torch.from_numpy(plan.token_ids.astype(np.int64)).to(device),
-            positions=torch.from_numpy(positions).to(device),
+        return HostBatch(
+            token_ids=plan.token_ids.astype(np.int64),
+            positions=positions,
             metadata=tuple(self._metadata(plan, g) for g in range(len(self._layer_windows))),
-            logits_rows=torch.from_numpy(ends[np.unique(plan.sample_indices)] - 1).to(device),
+            logits_rows=ends[np.unique(plan.sample_indices)] - 1,
             salts=self._salts(plan),
-            scored_rows=None
-            if plan.scored is None
-            else torch.from_numpy(plan.scored.indices.astype(np.int64)).to(device),
+            scored_rows=None if plan.scored is None else plan.scored.indices.astype(np.int64),
         )
 
-    def _salts(self, plan: StepPlan) -> torch.Tensor | None:
+    def _salts(self, plan: StepPlan) -> npt.NDArray[np.int64] | None:
         if not self._contents or self._contents.keys().isdisjoint(plan.rows.tolist()):
             return None
         plain = RowContent(None)
@@ -257,4 +285,4 @@ class ModelRunner:
             self._contents.get(row, plain).salts(position, num_tokens)
             for row, position, num_tokens in zip(*(f.tolist() for f in fields), strict=True)
         ]
-        return torch.from_numpy(np.concatenate(salts)).to(self.pool.device)
+        return np.concatenate(salts)

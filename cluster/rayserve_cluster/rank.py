@@ -91,6 +91,10 @@ def start_rank(
     windows = tuple(group.window for group in source.spec.layer_groups)
     available_bytes = available_memory(device) // num_ranks_here
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        _check_gpu(device, layout)
+    # Graphs of steps with collectives have not been tried on any GPU.
+    with_graphs = on_gpu and group.world_size == 1
     num_useful = config.batch.max_num_seqs * num_blocks_held(
         windows, max_model_len, layout.block_size
     )
@@ -107,9 +111,11 @@ def start_rank(
     num_blocks = group.smallest(num_blocks)
     runner = ModelRunner(
         model,
-        layout.allocate(num_blocks, device),
+        # Graphs have a block for padding, which the replica does not know of.
+        layout.allocate(num_blocks + with_graphs, device),
         max_num_seqs=config.batch.max_num_seqs,
         max_model_len=max_model_len,
+        with_graphs=with_graphs,
     )
     limits = ModelLimits(
         vocab_size=source.spec.vocab_size,
@@ -168,7 +174,12 @@ def host_replica(
 
 
 def _backend(device: torch.device, cpu_attention: CpuAttention | None) -> AttentionBackend:
-    if device.type != "cpu" or cpu_attention == "torch":
+    if device.type != "cpu":
+        # Here, so that a CPU does without Triton.
+        from rayserve_kernels.gpu.backend import TritonBackend
+
+        return TritonBackend.for_device(device)
+    if cpu_attention == "torch":
         return TorchBackend()
     if cpu_attention is None:
         return native_or_torch(user_cache_dir())
@@ -181,6 +192,15 @@ def _backend(device: torch.device, cpu_attention: CpuAttention | None) -> Attent
     except (BuildError, OSError) as error:
         accepted = f"torch where it cannot be built ({error})"
         raise InvalidInputError("model.cpu_attention", cpu_attention, accepted) from error
+
+
+def _check_gpu(device: torch.device, layout: KVLayout) -> None:
+    from rayserve_kernels.gpu.configs import check_support, gpu_family
+
+    try:
+        check_support(gpu_family(device), layout.dtype)
+    except ValueError as error:
+        raise InvalidInputError("model.kv_dtype", layout.coding, str(error)) from error
 
 
 def _check_agreement(group: TpGroup, numerics: str) -> None:

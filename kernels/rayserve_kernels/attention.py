@@ -14,6 +14,7 @@ from rayserve_kernels.cache_write import write_kv
 from rayserve_kernels.cpu import attend_sequence, gather_sequence
 from rayserve_kernels.cpu_scores import attend_scores
 from rayserve_kernels.cpu_window import attend_window
+from rayserve_kernels.host_metadata import HostMetadata
 from rayserve_kernels.layout import KVPool
 from rayserve_kernels.reference import dense_attention, read_slots, seen_positions
 
@@ -138,31 +139,31 @@ class AttentionMetadata:
         Raises:
             ValueError: A table too short for its sequence, or a negative block id in use.
         """
-        computed = np.asarray(num_computed, dtype=np.int64)
-        new = np.asarray(num_new, dtype=np.int64)
-        lengths = computed + new
-        capacity = block_tables.shape[1] * block_size
-        if lengths.size and int(lengths.max()) > capacity:
-            raise ValueError(
-                f"a sequence has {int(lengths.max())} tokens: the block table holds "
-                f"{block_tables.shape[1]} blocks of {block_size}"
-            )
-        query_start = np.concatenate(([0], np.cumsum(new)))
-        rows = np.repeat(np.arange(new.size), new)
-        positions = np.arange(query_start[-1]) + np.repeat(computed - query_start[:-1], new)
-        block_ids = block_tables[rows, positions // block_size].astype(np.int64)
-        if block_ids.size and int(block_ids.min()) < 0:
-            raise ValueError(f"block id {int(block_ids.min())} in use: expected at least 0")
-        slots = block_ids * block_size + positions % block_size
+        host = HostMetadata.for_step(
+            block_tables, num_computed, num_new, block_size, windows, num_sinks
+        )
+        # Copies, since the caller may write over its arrays.
+        return cls.from_host(host, [torch.tensor(array, device=device) for array in host.arrays()])
+
+    @classmethod
+    def from_host(cls, host: HostMetadata, tensors: Sequence[torch.Tensor]) -> "AttentionMetadata":
+        """Make the metadata of a step whose arrays have been sent to their device.
+
+        Args:
+            host: The arrays.
+            tensors: What became of `host.arrays()`, in their order.
+        """
+        query_start, seq_lens, block_tables, slot_mapping = tensors[:4]
+        windows, num_sinks = tensors[4:] or (None, None)
         return cls(
-            query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
-            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-            block_tables=torch.tensor(block_tables, dtype=torch.int32, device=device),
-            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
-            windows=None if windows is None else torch.tensor(windows, device=device),
-            num_sinks=None if num_sinks is None else torch.tensor(num_sinks, device=device),
-            query_lens=new,
-            max_seq_len=int(lengths.max(initial=0)),
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            slot_mapping=slot_mapping,
+            windows=windows,
+            num_sinks=num_sinks,
+            query_lens=host.query_lens,
+            max_seq_len=host.max_seq_len,
         )
 
     @property
