@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import torch
 
 from rayserve_cluster.decode_graphs import DecodeGraphs
 from rayserve_kernels.block_copy import copy_blocks
+from rayserve_kernels.gpu.prefix_groups import SharedPrefixes
 from rayserve_kernels.host_metadata import HostMetadata
 from rayserve_kernels.layout import KVPool
 from rayserve_kernels.staging import Array, StepUploads
@@ -31,6 +32,12 @@ from rayserve_paged.model.sampling_row import LogitEdits, SamplingRow
 from rayserve_paged.model.step_batch import StepBatch
 from rayserve_paged.model.token_counts import TokenCounts
 
+FindSharedPrefixes = Callable[
+    [npt.NDArray[np.int32], Sequence[int], Sequence[int]], SharedPrefixes | None
+]
+"""From block tables, int32 [num_seqs, width], and the tokens of each sequence that are computed and
+that are new."""
+
 NO_WINDOW = int(np.iinfo(np.int32).max)
 
 # What a choice for one row can raise. Whatever else is raised is no fault of a row.
@@ -46,6 +53,8 @@ class ModelRunner:
         max_num_seqs: Rows.
         max_model_len: Most tokens of one sequence, which bounds its block table.
         sampler: Chooses tokens; used on rank 0 alone.
+        find_shared_prefixes: Tells which sequences of a step had better read their first blocks
+            together; None where what attends reads each sequence by itself.
         with_graphs: Stage what steps need in pinned memory, and replay steps of decoding from
             graphs. The pool then has one block more than the plans know of, its last one.
     """
@@ -58,6 +67,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         sampler: Sampler | None = None,
+        find_shared_prefixes: FindSharedPrefixes | None = None,
         with_graphs: bool = False,
     ) -> None:
         self.model = model
@@ -84,6 +94,7 @@ class ModelRunner:
         self._contents: dict[int, RowContent] = {}
         # Of the step that was run last; on rank 0 alone.
         self._scorer: PromptScorer | None = None
+        self._find_shared_prefixes = find_shared_prefixes
         self._uploads = StepUploads(pool.device) if with_graphs else None
         self._graphs = (
             None
@@ -116,11 +127,11 @@ class ModelRunner:
             self._history.update(array.tobytes())
         self._scorer = scorer = self._make_scorer(plan)
         with torch.inference_mode():
-            if self._graphs is not None and self._graphs.takes(batch):
+            prefixes = self._shared_prefixes(plan, batch)
+            if self._graphs is not None and self._graphs.takes(batch) and not any(prefixes):
                 return self._graphs.run(batch)
-            return self.model.forward(
-                batch.on(self._send), self.pool, None if scorer is None else scorer.take
-            )
+            step = batch.on(self._send).with_shared_prefixes(prefixes)
+            return self.model.forward(step, self.pool, None if scorer is None else scorer.take)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
         """Choose the next tokens of a step; a row that has no choice fails alone.
@@ -236,6 +247,19 @@ class ModelRunner:
         logits = self.model.forward(batch, self.pool)
         assert logits is not None, "graphs are of a rank that has all logits"
         return logits
+
+    def _shared_prefixes(
+        self, plan: StepPlan, batch: HostBatch
+    ) -> tuple[SharedPrefixes | None, ...]:
+        """Of each layer group; none behind windows, which some of the sequences may have left."""
+        find = self._find_shared_prefixes
+        if find is None or len(plan.rows) < 2:
+            return (None,) * len(batch.metadata)
+        computed, new = plan.num_computed.tolist(), plan.num_tokens.tolist()
+        return tuple(
+            find(metadata.block_tables, computed, new) if metadata.windows is None else None
+            for metadata in batch.metadata
+        )
 
     def _send(self, arrays: Sequence[Array]) -> Sequence[torch.Tensor]:
         if self._uploads is not None:

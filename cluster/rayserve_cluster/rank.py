@@ -6,6 +6,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.distributed import Store
@@ -17,7 +18,7 @@ from rayserve_cluster.cache_size import (
     choose_num_blocks,
 )
 from rayserve_cluster.executor import RankZeroExecutor
-from rayserve_cluster.model_runner import ModelRunner
+from rayserve_cluster.model_runner import FindSharedPrefixes, ModelRunner
 from rayserve_cluster.step_loop import ReplicaHost
 from rayserve_cluster.tp_group import TpGroup
 from rayserve_kernels.attention import AttentionBackend, TorchBackend
@@ -35,8 +36,9 @@ from rayserve_paged.core.replay import new_replica
 from rayserve_paged.core.replica_messages import RegisterReplica, ReplicaReport
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.load_config import user_cache_dir
-from rayserve_paged.model.build import build_model
+from rayserve_paged.model.build import TORCH_DTYPES, build_model
 from rayserve_paged.model.loader import resolve_model
+from rayserve_paged.model.parallel import deal_heads
 from rayserve_paged.model.spec import ModelSpec
 
 _FIRST_TERM = Term(0)
@@ -115,6 +117,7 @@ def start_rank(
         layout.allocate(num_blocks + with_graphs, device),
         max_num_seqs=config.batch.max_num_seqs,
         max_model_len=max_model_len,
+        find_shared_prefixes=_find_shared_prefixes(config, source.spec, group, backend, layout),
         with_graphs=with_graphs,
     )
     limits = ModelLimits(
@@ -192,6 +195,28 @@ def _backend(device: torch.device, cpu_attention: CpuAttention | None) -> Attent
     except (BuildError, OSError) as error:
         accepted = f"torch where it cannot be built ({error})"
         raise InvalidInputError("model.cpu_attention", cpu_attention, accepted) from error
+
+
+def _find_shared_prefixes(
+    config: DeploymentConfig,
+    spec: ModelSpec,
+    group: TpGroup,
+    backend: AttentionBackend,
+    layout: KVLayout,
+) -> FindSharedPrefixes | None:
+    if group.device.type == "cpu" or not (layout.dtype.is_floating_point or layout.scaled):
+        return None
+    from rayserve_kernels.gpu.backend import TritonBackend
+
+    assert isinstance(backend, TritonBackend)
+    shares = deal_heads(spec.num_heads, spec.num_kv_heads, group.world_size)
+    return partial(
+        backend.find_shared_prefixes,
+        layout,
+        len(shares[group.rank].query_heads),
+        TORCH_DTYPES[config.model.dtype],
+        device=group.device,
+    )
 
 
 def _check_gpu(device: torch.device, layout: KVLayout) -> None:

@@ -6,9 +6,12 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from rayserve_kernels.attention import AttentionMetadata
+    from rayserve_kernels.gpu.prefix_groups import SharedPrefixes
 
 
 _SLICE_ELEMENTS = 1 << 21
@@ -36,6 +39,16 @@ class StepBatch:
     logits_rows: torch.Tensor
     salts: torch.Tensor | None = None
     scored_rows: torch.Tensor | None = None
+
+    def with_shared_prefixes(self, prefixes: Sequence[SharedPrefixes | None]) -> StepBatch:
+        """The same step, with what each layer group's sequences share where it is not None."""
+        if not any(prefixes):
+            return self
+        metadata = tuple(
+            dataclasses.replace(of_group, shared_prefixes=shared)
+            for of_group, shared in zip(self.metadata, prefixes, strict=True)
+        )
+        return dataclasses.replace(self, metadata=metadata)
 
     def scored_slices(self, vocab_size: int) -> tuple[torch.Tensor, ...]:
         """Deal `scored_rows`, in order, into slices whose logits are held at once.

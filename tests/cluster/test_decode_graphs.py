@@ -1,19 +1,17 @@
 """Steps of decoding at padded sizes: the logits and the pool of the steps themselves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from driven_runner import BLOCK_SIZE, NUM_ROWS, Driven
 from random_model import make_model
 
 from rayserve_cluster.decode_graphs import padded_size
 from rayserve_cluster.model_runner import ModelRunner
 from rayserve_kernels.attention import TorchBackend
-from rayserve_paged.core.ids import Row, StepId
-from rayserve_paged.core.sampling_params import SamplingParams
-from rayserve_paged.core.step_messages import RowStart, StepPlan
 from rayserve_paged.model.build import StepModel, build_model
 from rayserve_paged.model.fingerprint import FingerprintModel
 from rayserve_paged.model.loader import resolve_model
@@ -21,70 +19,6 @@ from rayserve_paged.model.parallel import SoloCollectives
 from rayserve_paged.model.spec import FingerprintConfig
 
 __all__ = ["make_model"]
-
-BLOCK_SIZE = 4
-NUM_ROWS = 6
-NUM_PLACES = 12
-
-
-class Driven:
-    """A runner whose sequences own blocks of their own, dealt once for all.
-
-    Args:
-        model: A whole model.
-        with_graphs: As `ModelRunner`.
-    """
-
-    def __init__(self, model: StepModel, *, with_graphs: bool) -> None:
-        num_groups = len(model.spec.layer_groups)
-        self.num_blocks = NUM_ROWS * NUM_PLACES * num_groups
-        self.pool = model.kv_layout(BLOCK_SIZE).allocate(self.num_blocks + with_graphs)
-        self.pool.keys.fill_(99)
-        self.pool.values.fill_(-99)
-        max_model_len = NUM_PLACES * BLOCK_SIZE
-        self.runner = ModelRunner(
-            model,
-            self.pool,
-            max_num_seqs=NUM_ROWS,
-            max_model_len=max_model_len,
-            with_graphs=with_graphs,
-        )
-        self._blocks = np.random.default_rng(3).permutation(self.num_blocks).reshape(NUM_ROWS, -1)
-        self._lengths = [0] * NUM_ROWS
-
-    def start(self, row: int, prompt: Sequence[int]) -> torch.Tensor:
-        self._lengths[row] = 0
-        blocks = self._blocks[row].astype(np.int32)
-        params = SamplingParams(temperature=0.0)
-        row_start = RowStart(Row(row), 0, blocks, params, num_prompt_tokens=len(prompt))
-        return self._run([row], [prompt], (row_start,))
-
-    def decode(self, rows: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
-        return self._run(rows, [[token_id] for token_id in token_ids], ())
-
-    def _run(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: tuple[RowStart, ...]
-    ) -> torch.Tensor:
-        plan = StepPlan(
-            step_id=StepId(0),
-            starts=starts,
-            append_rows=np.zeros(0, np.int32),
-            append_blocks=np.zeros(0, np.int32),
-            rows=np.array(rows, np.int32),
-            num_computed=np.array([self._lengths[row] for row in rows], np.int32),
-            num_tokens=np.array([len(new) for new in tokens], np.int32),
-            token_ids=np.array([t for new in tokens for t in new], np.int32),
-            copies=np.zeros((0, 3), np.int32),
-            late=np.zeros(0, np.int32),
-            sample_indices=np.arange(len(rows), dtype=np.int32),
-            sample_siblings=np.zeros(len(rows), np.int32),
-            num_steps=1,
-        )
-        for row, new in zip(rows, tokens, strict=True):
-            self._lengths[row] += len(new)
-        logits = self.runner.run(plan)
-        assert logits is not None
-        return logits
 
 
 def fingerprint() -> FingerprintModel:
