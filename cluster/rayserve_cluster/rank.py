@@ -27,7 +27,7 @@ from rayserve_kernels.native_build import BuildError, available_widths
 from rayserve_kernels.native_cpu import native_of_width, native_or_torch
 from rayserve_paged.core.attention_window import num_blocks_held
 from rayserve_paged.core.block_identity import BlockScope
-from rayserve_paged.core.config import CpuAttention, DeploymentConfig
+from rayserve_paged.core.config import CpuAttention, DeploymentConfig, Dtype
 from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.event_log import LoggedStart, Record, ReplicaStart
@@ -94,7 +94,7 @@ def start_rank(
     available_bytes = available_memory(device) // num_ranks_here
     on_gpu = device.type == "cuda"
     if on_gpu:
-        _check_gpu(device, layout)
+        _check_gpu(device, config.model.dtype, layout)
     # Graphs of steps with collectives have not been tried on any GPU.
     with_graphs = on_gpu and group.world_size == 1
     num_useful = config.batch.max_num_seqs * num_blocks_held(
@@ -219,11 +219,14 @@ def _find_shared_prefixes(
     )
 
 
-def _check_gpu(device: torch.device, layout: KVLayout) -> None:
-    from rayserve_kernels.gpu.configs import check_support, gpu_family
+def _check_gpu(device: torch.device, dtype: Dtype, layout: KVLayout) -> None:
+    """Refuse a cache that the kernels of a GPU do not read, before the first step does."""
+    from rayserve_kernels.gpu.configs import check_support, gpu_family, width_of
 
     try:
         check_support(gpu_family(device), layout.dtype)
+        if layout.scaled or layout.dtype.is_floating_point:
+            width_of(TORCH_DTYPES[dtype], layout.dtype)
     except ValueError as error:
         raise InvalidInputError("model.kv_dtype", layout.coding, str(error)) from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_run import Run, refusal, run
-from random_llama import make_llama
+from random_model import make_llama, make_model
 
 from rayserve_paged import LLM, SamplingParams
 from rayserve_paged.core.errors import InvalidInputError
@@ -17,7 +17,7 @@ from rayserve_paged.experiments.perplexity_bench import (
     windows_of,
 )
 
-__all__ = ["make_llama", "run"]
+__all__ = ["make_llama", "make_model", "run"]
 
 
 @pytest.fixture(scope="module")

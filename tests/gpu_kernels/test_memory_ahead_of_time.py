@@ -37,7 +37,7 @@ def compile_all(cases: list[dict[str, Any]], cache: Path) -> list[list[dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS)
 def test_writes_store_as_wide_as_a_thread_can(gpu: str, tmp_path: Path) -> None:
-    cases = [
+    cases: list[dict[str, Any]] = [
         {"gpu": gpu, "kernel": "write", "dtype": dtype, "stored": stored, "order": order}
         | {"block_size": block_size, "head_dim": head_dim}
         for dtype, stored in DTYPES
@@ -66,7 +66,7 @@ def test_writes_store_as_wide_as_a_thread_can(gpu: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS)
 def test_copies_move_128_bits_at_a_time(gpu: str, tmp_path: Path) -> None:
-    cases = [
+    cases: list[dict[str, Any]] = [
         {"gpu": gpu, "kernel": "copy", "stored": stored, "order": order}
         | {"block_size": block_size, "head_dim": 48}
         for stored in ("bfloat16", "int8")

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from rayserve_kernels.attention import AttentionMetadata, check_attend
-from rayserve_kernels.cache_write import write_kv
+from rayserve_kernels.gpu.cache_write import write_kv
 from rayserve_kernels.gpu.configs import (
     DECODE_QUERIES,
     LaunchTable,

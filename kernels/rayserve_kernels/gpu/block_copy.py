@@ -2,17 +2,16 @@
 
 import math
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from rayserve_kernels.block_copy import check_blocks, check_copies
+from rayserve_kernels.gpu.tile import jit
 from rayserve_kernels.layout import KVPool
-
-jit: Callable[..., Any] = triton.jit
 
 _UNIT_BYTES = 16
 _TILE_WORDS = 2048

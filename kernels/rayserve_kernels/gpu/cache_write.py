@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from rayserve_kernels.cache_write import check_write
+from rayserve_kernels.gpu.tile import jit
 from rayserve_kernels.layout import KVPool
 from rayserve_kernels.quantisation import LARGEST, SMALLEST_SCALE
 
-jit: Callable[..., Any] = triton.jit
 _jit_for_any_size: Callable[[Any], Any] = triton.jit(do_not_specialize=["num_vectors", "num_slots"])
 
 # 16 for each thread of NVIDIA's, 8 for each of AMD's.

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from rayserve_kernels import block_copy
+from rayserve_kernels.gpu import block_copy as triton_copy
 from rayserve_kernels.gpu.backend import TritonBackend
 from rayserve_kernels.gpu.configs import DECODE_QUERIES, LaunchTable, width_of
 from rayserve_kernels.gpu.launch import decode_config
@@ -135,22 +135,12 @@ def measure_copies(bench: Bench, order: Order, num_blocks: int, num_layers: int 
     pool = layout.allocate(2 * num_blocks, bench.device)
     ids = torch.randperm(2 * num_blocks, generator=torch.Generator().manual_seed(3)).tolist()
     sources, targets = ids[:num_blocks], ids[num_blocks:]
+    staging = pool.payload.new_empty(num_blocks, layout.block_bytes)
     contestants: dict[str, Call] = {
-        "copy_blocks": lambda _layer: block_copy.copy_blocks(pool, sources, targets)
+        "copy_blocks": lambda _layer: block_copy.copy_blocks(pool, sources, targets),
+        "triton_copy_blocks": lambda _layer: triton_copy.copy_blocks(pool, sources, targets),
+        "triton_gather": lambda _layer: triton_copy.gather_blocks(pool, sources, staging),
     }
-    errors: dict[str, str] = {}
-    try:
-        triton_copy: Any = importlib.import_module("rayserve_kernels.gpu.block_copy")
-    except ModuleNotFoundError as error:
-        errors = {"triton_copy_blocks": one_line(error), "triton_gather": one_line(error)}
-    else:
-        staging = pool.payload.new_empty(num_blocks, layout.block_bytes)
-        contestants["triton_copy_blocks"] = lambda _layer: triton_copy.copy_blocks(
-            pool, sources, targets
-        )
-        contestants["triton_gather"] = lambda _layer: triton_copy.gather_blocks(
-            pool, sources, staging
-        )
     samples = bench.samples(contestants, 1)
     moved = 2 * num_blocks * layout.block_bytes
     result: Result = {
@@ -158,7 +148,7 @@ def measure_copies(bench: Bench, order: Order, num_blocks: int, num_layers: int 
         "num_blocks": num_blocks,
         "needed_bytes": moved,
         **_times(samples, bench.copied_bytes),
-        "errors": {**errors, **samples.errors},
+        "errors": dict(samples.errors),
     }
     result["share_of_copy"] = {
         name: _share(moved, us, result["copy_gb_per_s"])
