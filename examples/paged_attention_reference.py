@@ -17,8 +17,9 @@ import dataclasses
 import numpy as np
 import torch
 
-from rayserve_kernels.attention import AttentionMetadata, ReferenceBackend
+from rayserve_kernels.attention import ReferenceBackend
 from rayserve_kernels.layout import KVLayout, KVPool, Order
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_kernels.reference import dense_attention
 from rayserve_paged.core.accounting import Accounting, account
 from rayserve_paged.core.block_identity import BlockScope, extend_chain

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rayserve_kernels.attention import AttentionBackend, AttentionMetadata, TorchBackend
+from rayserve_kernels.attention import AttentionBackend, TorchBackend
 from rayserve_kernels.layout import SCALED_DTYPES, KVLayout, KVPool, Order
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_kernels.native_build import Width, build_library, compiler_version, widest
 from rayserve_kernels.native_cpu import NativeBackend
 

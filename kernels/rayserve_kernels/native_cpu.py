@@ -9,13 +9,9 @@ from typing import Final
 
 import torch
 
-from rayserve_kernels.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    TorchBackend,
-    check_attend,
-)
+from rayserve_kernels.attention import AttentionBackend, TorchBackend, check_attend
 from rayserve_kernels.layout import KVPool
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_kernels.native_build import COMPILERS, BuildError, Width, build_library, widest
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
+from rayserve_kernels.attention import AttentionBackend
 from rayserve_kernels.layout import KVLayout, KVPool
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_paged.core.attention_window import FULL_ATTENTION, AttentionWindow
 from rayserve_paged.model.layer_groups import places_of
 from rayserve_paged.model.parallel import Collectives, deal_heads

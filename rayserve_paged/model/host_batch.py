@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.host_metadata import HostMetadata
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_paged.model.step_batch import StepBatch
 
 Longs = npt.NDArray[np.int64]

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rayserve_kernels.attention import AttentionMetadata
     from rayserve_kernels.gpu.prefix_groups import SharedPrefixes
+    from rayserve_kernels.metadata import AttentionMetadata
 
 
 _SLICE_ELEMENTS = 1 << 21

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
+from rayserve_kernels.attention import AttentionBackend
 from rayserve_kernels.layout import SCALED_DTYPES, KVLayout, KVPool
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_paged.model.layer_groups import places_of
 from rayserve_paged.model.parallel import Collectives, deal_heads
 from rayserve_paged.model.safetensors_files import WeightReader

@@ -22,11 +22,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.gpu.configs import LaunchTable
 from rayserve_kernels.gpu.launch import LayerView, attend_layer
 from rayserve_kernels.gpu.prefix_groups import SharedPrefixes
 from rayserve_kernels.layout import SCALED_DTYPES, KVLayout
+from rayserve_kernels.metadata import AttentionMetadata
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
+from rayserve_kernels.attention import AttentionBackend
 from rayserve_kernels.cache_write import write_kv
 from rayserve_kernels.layout import KVLayout, KVPool
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_kernels.native_build import COMPILERS, Width, available_widths, build_library
 from rayserve_kernels.native_cpu import NativeBackend
 from rayserve_kernels.quantisation import dequantise, quantise

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from rayserve_kernels.attention import AttentionBackend, AttentionMetadata, TorchBackend
+from rayserve_kernels.attention import AttentionBackend, TorchBackend
 from rayserve_kernels.layout import KVLayout, KVPool
+from rayserve_kernels.metadata import AttentionMetadata
 
 NUM_KV_HEADS, NUM_Q_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 4, 64, 16
 LENGTHS = (33, 7, 16)

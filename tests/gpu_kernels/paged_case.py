@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.gpu.launch import LayerView
 from rayserve_kernels.layout import SCALED_DTYPES, KVLayout, KVPool, Order
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_kernels.quantisation import dequantise, quantise
 from rayserve_kernels.reference import dense_attention, seen_positions
 

@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
-from rayserve_kernels.attention import AttentionBackend, AttentionMetadata
+from rayserve_kernels.attention import AttentionBackend
 from rayserve_kernels.layout import KVLayout, Order
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_kernels.reference import dense_attention
 
 CPU = torch.device("cpu")

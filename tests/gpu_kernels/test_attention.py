@@ -7,13 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from rayserve_kernels.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    ReferenceBackend,
-    TorchBackend,
-)
+from rayserve_kernels.attention import AttentionBackend, ReferenceBackend, TorchBackend
 from rayserve_kernels.layout import KVLayout, Order
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_kernels.reference import dense_attention
 
 ORDERS: tuple[Order, ...] = typing.get_args(Order)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayserve_kernels.attention import AttentionMetadata, SequenceSpan
+from rayserve_kernels.metadata import AttentionMetadata, SequenceSpan
 
 
 def two_sequences() -> AttentionMetadata:

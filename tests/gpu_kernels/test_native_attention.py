@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rayserve_kernels.attention import AttentionMetadata, TorchBackend
+from rayserve_kernels.attention import TorchBackend
 from rayserve_kernels.layout import KVLayout, Order
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_kernels.native_cpu import NativeBackend
 from rayserve_kernels.reference import dense_attention, seen_positions
 

@@ -13,7 +13,6 @@ import torch
 from paged_case import DEVICE
 from pairwise import pairwise
 
-from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.gpu.backend import TritonBackend
 from rayserve_kernels.gpu.configs import Key, Kind, LaunchTable, Width, check_support, gpu_family
 from rayserve_kernels.gpu.tuning import present
@@ -22,6 +21,7 @@ from rayserve_kernels.gpu_bench.timing import EventTimer
 from rayserve_kernels.gpu_bench.traffic import Case
 from rayserve_kernels.gpu_bench.trials import Check, Trials, cases_of
 from rayserve_kernels.layout import KVLayout
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_kernels.quantisation import dequantise, quantise
 from rayserve_kernels.reference import dense_attention
 

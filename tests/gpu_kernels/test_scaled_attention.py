@@ -7,13 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from rayserve_kernels.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    ReferenceBackend,
-    TorchBackend,
-)
+from rayserve_kernels.attention import AttentionBackend, ReferenceBackend, TorchBackend
 from rayserve_kernels.layout import SCALED_DTYPES, KVLayout, Order
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_kernels.native_cpu import NativeBackend
 from rayserve_kernels.quantisation import dequantise, quantise
 from rayserve_kernels.reference import dense_attention

@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rayserve_kernels.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    ReferenceBackend,
-    TorchBackend,
-)
+from rayserve_kernels.attention import AttentionBackend, ReferenceBackend, TorchBackend
 from rayserve_kernels.layout import KVLayout
+from rayserve_kernels.metadata import AttentionMetadata
 
 Batch = Any
 """A `PagedBatch` of conftest.py, which cannot be imported."""

@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rayserve_kernels.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    ReferenceBackend,
-    SequenceSpan,
-    TorchBackend,
-)
+from rayserve_kernels.attention import AttentionBackend, ReferenceBackend, TorchBackend
 from rayserve_kernels.layout import KVLayout, Order
+from rayserve_kernels.metadata import AttentionMetadata, SequenceSpan
 from rayserve_kernels.reference import dense_attention, seen_positions
 
 Batch = Any

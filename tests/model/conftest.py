@@ -13,7 +13,7 @@ import pytest
 import torch
 from random_model import make_llama, make_model
 
-from rayserve_kernels.attention import AttentionMetadata
+from rayserve_kernels.metadata import AttentionMetadata
 from rayserve_paged.model.build import StepModel
 from rayserve_paged.model.loader import resolve_model
 from rayserve_paged.model.parallel import Collectives, SoloCollectives

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rayserve_kernels.attention import AttentionMetadata, check_attend
+from rayserve_kernels.attention import check_attend
 from rayserve_kernels.gpu.cache_write import write_kv
 from rayserve_kernels.gpu.configs import (
     DECODE_QUERIES,
@@ -18,6 +18,7 @@ from rayserve_kernels.gpu.configs import (
 from rayserve_kernels.gpu.launch import LayerView, attend_layer, decode_config
 from rayserve_kernels.gpu.prefix_groups import SharedPrefixes
 from rayserve_kernels.layout import KVLayout, KVPool
+from rayserve_kernels.metadata import AttentionMetadata
 
 
 class TritonBackend:

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.gpu.cascade import attend_shared
 from rayserve_kernels.gpu.configs import DECODE_QUERIES, LaunchConfig, LaunchTable, Width, width_of
 from rayserve_kernels.gpu.paged_attention import decode, join_splits, prefill
 from rayserve_kernels.gpu.prefix_groups import SharedPrefixes
 from rayserve_kernels.gpu.tile import BatchArgs, PoolArgs, QueryArgs
 from rayserve_kernels.layout import KVPool
+from rayserve_kernels.metadata import AttentionMetadata
 
 
 class LayerView(NamedTuple):

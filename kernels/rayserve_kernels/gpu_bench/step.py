@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rayserve_kernels.attention import AttentionMetadata
 from rayserve_kernels.cache_write import write_kv
 from rayserve_kernels.gpu_bench.traffic import Case, traffic_of
 from rayserve_kernels.layout import KVLayout, KVPool
+from rayserve_kernels.metadata import AttentionMetadata
 
 _MIN_POOL_BYTES = 256 << 20
 _FEWEST_LAYERS, _MOST_LAYERS = 2, 64

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayserve_kernels.attention import AttentionMetadata, ReferenceBackend
+from rayserve_kernels.attention import ReferenceBackend
 from rayserve_kernels.gpu.backend import TritonBackend
 from rayserve_kernels.gpu.cascade import attend_shared
 from rayserve_kernels.gpu.configs import Key, Kind, LaunchConfig, LaunchTable, check_support
@@ -16,6 +16,7 @@ from rayserve_kernels.gpu.tuning import Trial, present
 from rayserve_kernels.gpu_bench.step import Step
 from rayserve_kernels.gpu_bench.timing import Call, one_line, take_turns
 from rayserve_kernels.gpu_bench.traffic import Case, Dtype
+from rayserve_kernels.metadata import AttentionMetadata
 
 _KERNELS: tuple[Any, ...] = (decode, join_splits, attend_shared, prefill)
 _DTYPES: dict[str, tuple[Dtype, ...]] = {

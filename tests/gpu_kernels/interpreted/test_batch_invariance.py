@@ -9,9 +9,10 @@ import torch
 from attend_case import SMALL_TABLE, attend
 from paged_case import DEVICE, PagedCase, build
 
-from rayserve_kernels.attention import AttentionMetadata, ReferenceBackend
+from rayserve_kernels.attention import ReferenceBackend
 from rayserve_kernels.gpu.backend import TritonBackend
 from rayserve_kernels.layout import KVLayout, Order
+from rayserve_kernels.metadata import AttentionMetadata
 
 NUM_COMPUTED = (130, 0, 33, 70, 20)
 # One has as many queries as are decoded at most, the next one more.
