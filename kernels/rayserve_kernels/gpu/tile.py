@@ -203,6 +203,8 @@ def attend_tile(
     if PART_DIM == HEAD_DIM:
         key_dims = dims
     else:
+        # Of all strides, as the compiler cannot see: it loads so many elements at once.
+        key_at = tl.multiple_of(key_at, PART_DIM)
         key_dims = (dims // PART_DIM).to(tl.int64) * pool.key_part + dims % PART_DIM
     key = tl.load(pool.key_cache + key_at[:, None] + key_dims[None, :], mask=is_element, other=0.0)
     scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision=PRECISION)
@@ -236,7 +238,12 @@ def attend_tile(
         pool.value_cache + value_at[:, None] + dims[None, :], mask=is_element, other=0.0
     )
     if pool.value_scales is not None:
-        weights = weights * tl.load(pool.value_scales + scale_at, mask=is_read, other=0.0)[None, :]
+        value_scale = tl.load(pool.value_scales + scale_at, mask=is_read, other=0.0)
+        if query.dtype == tl.float16:
+            # Small weights times small scales would vanish in it.
+            value = value.to(tl.float32) * value_scale[:, None]
+        else:
+            weights = weights * value_scale[None, :]
     output = tl.dot(
         weights.to(query.dtype), value.to(query.dtype), output, input_precision=PRECISION
     )
