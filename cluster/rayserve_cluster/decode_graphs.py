@@ -68,6 +68,8 @@ class DecodeGraphs:
         self._device = pool.device
         self._graphs: dict[_Key, _Graph] = {}
         self._memory: Any = None
+        # Of all graphs, which would each keep logits of their own.
+        self._logits: torch.Tensor | None = None
         self._is_refused = False
 
     @property
@@ -102,7 +104,7 @@ class DecodeGraphs:
             inputs = sent.clone()
             static = [spec.view(inputs) for spec in specs]
             # Made anew each time where there is no graph: metadata keeps what it worked out.
-            replay = self._captured(lambda: self._forward(padded.step_batch(static)))
+            replay = self._captured(lambda: self._kept(self._forward(padded.step_batch(static))))
             if replay is None:
                 return self._forward(padded.step_batch([s.view(sent) for s in specs]))[:num_seqs]
             graph = self._graphs[key] = _Graph(inputs, replay)
@@ -110,27 +112,49 @@ class DecodeGraphs:
         # A copy: the next replay writes over the logits.
         return graph.replay()[:num_seqs].clone()
 
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        """Copy logits to where those of every graph are left."""
+        if self._logits is None:
+            most = max(self._max_num_seqs, len(logits))
+            self._logits = logits.new_empty(most, logits.shape[1])
+        kept = self._logits[: len(logits)]
+        return kept.copy_(logits)
+
     def _captured(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor] | None:
         """A way to compute again what `compute` does; None where no graph can be made of it."""
         if self._device.type == "cpu":
             return compute
-        try:
-            return self._capture(compute)
-        except RuntimeError as error:
-            logger.warning("no CUDA graphs, steps are launched kernel by kernel: %s", error)
-            self._is_refused = True
-            return None
-
-    def _capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         # Kernels are compiled, and libraries set up, before the capture, on a stream of its own.
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             compute()
         torch.cuda.current_stream(self._device).wait_stream(stream)
+        if not self._never_waits(compute):
+            self._is_refused = True
+            return None
+        return self._capture(compute)
+
+    def _never_waits(self, compute: Callable[[], torch.Tensor]) -> bool:
+        """Whether a step can be captured: one that fails in the middle leaves torch unusable."""
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            compute()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            logger.warning("no CUDA graphs, steps are launched kernel by kernel: %s", error)
+            return False
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        return True
+
+    def _capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
-        # Graphs never run at the same time, so that they can share their memory.
-        with torch.cuda.graph(graph, pool=self._memory):
+        # Graphs never run at the same time, so that they can share their memory. Other threads of
+        # this process may be ranks of their own, which go on meanwhile.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             output = compute()
         self._memory = graph.pool()
 

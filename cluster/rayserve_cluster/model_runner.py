@@ -121,6 +121,9 @@ class ModelRunner:
         Raises:
             GroupBrokenError: A collective of the model failed.
         """
+        if self.pool.device.type == "cuda":
+            # Kernels run on the thread's own device.
+            torch.cuda.set_device(self.pool.device)
         self._apply(plan)
         batch = self._host_batch(plan)
         for array in (plan.rows, plan.num_computed, plan.num_tokens, plan.token_ids):

@@ -27,7 +27,7 @@ from rayserve_kernels.native_build import BuildError, available_widths
 from rayserve_kernels.native_cpu import native_of_width, native_or_torch
 from rayserve_paged.core.attention_window import num_blocks_held
 from rayserve_paged.core.block_identity import BlockScope
-from rayserve_paged.core.config import CpuAttention, DeploymentConfig, Dtype
+from rayserve_paged.core.config import CpuAttention, DeploymentConfig, ModelConfig
 from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.event_log import LoggedStart, Record, ReplicaStart
@@ -85,6 +85,8 @@ def start_rank(
         GroupBrokenError: The other ranks did not come, or the group was aborted.
     """
     device = group.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     source = resolve_model(config.model.model, user_cache_dir())
     max_model_len = _max_model_len(config, source.spec.max_model_len)
     backend = _backend(device, config.model.cpu_attention)
@@ -94,7 +96,7 @@ def start_rank(
     available_bytes = available_memory(device) // num_ranks_here
     on_gpu = device.type == "cuda"
     if on_gpu:
-        _check_gpu(device, config.model.dtype, layout)
+        _check_gpu(device, config.model, layout)
     # Graphs of steps with collectives have not been tried on any GPU.
     with_graphs = on_gpu and group.world_size == 1
     num_useful = config.batch.max_num_seqs * num_blocks_held(
@@ -103,7 +105,7 @@ def start_rank(
     num_blocks = choose_num_blocks(
         config.cache,
         block_bytes=layout.block_bytes,
-        available_bytes=available_bytes,
+        available_bytes=available_bytes - with_graphs * layout.block_bytes,
         default_bytes=int(available_bytes * DEFAULT_GPU_SHARE) if on_gpu else DEFAULT_CPU_BYTES,
         max_useful_blocks=math.ceil(num_useful / (1 - config.cache.max_pinned_share)),
     )
@@ -219,16 +221,22 @@ def _find_shared_prefixes(
     )
 
 
-def _check_gpu(device: torch.device, dtype: Dtype, layout: KVLayout) -> None:
+def _check_gpu(device: torch.device, model: ModelConfig, layout: KVLayout) -> None:
     """Refuse a cache that the kernels of a GPU do not read, before the first step does."""
-    from rayserve_kernels.gpu.configs import check_support, gpu_family, width_of
+    from rayserve_kernels.gpu.configs import LaunchTable, check_support, gpu_family, width_of
 
+    if not (layout.scaled or layout.dtype.is_floating_point):
+        return
+    gpu = gpu_family(device)
     try:
-        check_support(gpu_family(device), layout.dtype)
-        if layout.scaled or layout.dtype.is_floating_point:
-            width_of(TORCH_DTYPES[dtype], layout.dtype)
+        check_support(gpu, layout.dtype)
+        width = width_of(TORCH_DTYPES[model.dtype], layout.dtype)
     except ValueError as error:
         raise InvalidInputError("model.kv_dtype", layout.coding, str(error)) from error
+    try:
+        LaunchTable.read().look_up(gpu, layout.head_dim, width, "decode")
+    except ValueError as error:
+        raise InvalidInputError("model.model", model.model, str(error)) from error
 
 
 def _check_agreement(group: TpGroup, numerics: str) -> None:
@@ -236,6 +244,9 @@ def _check_agreement(group: TpGroup, numerics: str) -> None:
     digest = zlib.crc32(numerics.encode())
     bounds = group.smallest(digest), -group.smallest(-digest)
     if bounds != (digest, digest):
+        if group.device.type == "cuda":
+            accepted = f"GPUs of one family in a replica (this rank's computes by {numerics})"
+            raise InvalidInputError("parallel", "GPUs that differ", accepted)
         accepted = f"one that every rank of the replica has (this one computes by {numerics})"
         raise InvalidInputError("model.cpu_attention", None, accepted)
 

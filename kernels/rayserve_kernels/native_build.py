@@ -2,15 +2,19 @@
 
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
 import typing
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 Width = Literal["avx512_bf16", "avx512", "avx2", "portable"]
 
@@ -29,7 +33,7 @@ WIDTH_FLAGS: Final[dict[Width, tuple[str, ...]]] = {
 }
 # The threads are OpenMP's, since torch has its pool from there: another pool beside it would
 # compete for the cores. Without it the kernel runs on the calling thread.
-_THREAD_FLAGS: Final = (("-fopenmp",), ())
+_THREADS: Final = "-fopenmp"
 _BUILD_TIMEOUT_S: Final = 300
 
 
@@ -41,7 +45,9 @@ def widest() -> Width:
     """Widest instruction set of this processor that the kernels are built for."""
     known: dict[str, Width] = {"AVX512": "avx512", "AVX2": "avx2"}
     width = known.get(torch.backends.cpu.get_cpu_capability(), "portable")
-    if width == "avx512" and torch.cpu.get_capabilities().get("avx512_bf16"):
+    # torch 2.11 cannot tell.
+    capabilities: Callable[[], dict[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
+    if width == "avx512" and capabilities().get("avx512_bf16"):
         return "avx512_bf16"
     return width
 
@@ -111,14 +117,12 @@ def _digest(compiler: str, flags: tuple[str, ...]) -> str:
 
 def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        for thread_flags in _THREAD_FLAGS:
-            try:
-                _run(compiler, *flags, *thread_flags, str(_MAIN), "-o", str(made))
-                break
-            except BuildError:
-                if thread_flags == _THREAD_FLAGS[-1]:
-                    raise
+        made = str(Path(folder) / library.name)
+        try:
+            _run(compiler, *flags, _THREADS, str(_MAIN), "-o", made)
+        except BuildError as error:
+            _run(compiler, *flags, str(_MAIN), "-o", made)
+            logger.warning("no OpenMP, native attention runs on one thread: %s", error)
         # Others see the whole file or none.
         os.replace(made, library)
 

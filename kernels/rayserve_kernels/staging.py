@@ -71,7 +71,7 @@ class StepUploads:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        self._copies = self._module.Stream()
+        self._copies = self._module.Stream(device)
         self._slots: list[_Slot | None] = [None] * _NUM_SLOTS
         self._last = 0
 
@@ -112,5 +112,8 @@ class StepUploads:
                 slot.computed.synchronize()
             # Twice as much as is needed now, so that it seldom grows.
             slot = _Slot(2 * size_bytes, self._device, self._module)
+            # Its memory may be what steps under way have given back, which only the compute stream
+            # may take as free.
+            slot.computed.record(self._module.current_stream(self._device))
             self._slots[self._last] = slot
         return slot

@@ -74,7 +74,7 @@ class LateDevice:
                 device.unread.clear()
 
         class Stream:
-            def __init__(self, name: str = "copies") -> None:
+            def __init__(self, _device: torch.device | None = None, name: str = "copies") -> None:
                 self.name = name
 
             def wait_event(self, event: Event) -> None:
@@ -86,7 +86,7 @@ class LateDevice:
             def __exit__(self, *_: object) -> None: ...
 
         self.Event, self.Stream = Event, Stream
-        self._compute = Stream("compute")
+        self._compute = Stream(name="compute")
 
     def current_stream(self, _device: torch.device) -> Any:  # noqa: ANN401
         return self._compute
@@ -108,9 +108,11 @@ def test_b28_pinned_bytes_are_written_again_only_when_the_device_has_read_them(
         source = slot.host[:32]
         late.unread.append((source, source.clone()))
     assert late.log == [
-        # The first two have nothing to wait for.
+        # New bytes are the device's only when what was enqueued before is done.
+        *("compute records", "copies waits for compute"),
         *("copies records", "compute waits for copies"),
-        *("compute records", "copies records", "compute waits for copies"),
+        *("compute records", "compute records", "copies waits for compute"),
+        *("copies records", "compute waits for copies"),
         *(
             # The step before has been enqueued; its bytes are those that the one after this takes.
             "compute records",

@@ -26,7 +26,7 @@ class TritonBackend:
 
     The bits of a sequence's result depend on its own queries, on the table of launch
     configurations and on the GPU: neither on the rest of the batch, nor on the length of the block
-    table, nor on the pool's layout. No call waits for the device.
+    table, nor on the pool's layout. Neither `write` nor `attend` waits for the device.
 
     Args:
         gpu: Family of the GPU, as `configs.gpu_family` names it.

@@ -12,6 +12,7 @@ import torch
 
 # Reading that many tokens of a layer costs about what one more launch costs: some microseconds.
 LEAST_SAVED_TOKENS = 8192
+_MOST_BRANCHES = 64
 
 
 class PrefixGroup(NamedTuple):
@@ -75,14 +76,18 @@ class _Choice(NamedTuple):
 
 
 def _branch(
-    members: list[int], depth: int, share: Callable[[Sequence[int], int], list[list[int]]]
+    members: list[int],
+    depth: int,
+    share: Callable[[Sequence[int], int], list[list[int]]],
+    num_above: int = 0,
 ) -> _Branch:
-    parts = share(members, depth)
+    # Beyond so many branches inside each other, members are left where they are.
+    parts = share(members, depth) if num_above < _MOST_BRANCHES else []
     while len(parts) == 1 and len(parts[0]) == len(members):
         depth += 1
         parts = share(members, depth)
     inside = set(itertools.chain.from_iterable(parts))
-    branches = tuple(_branch(part, depth + 1, share) for part in parts)
+    branches = tuple(_branch(part, depth + 1, share, num_above + 1) for part in parts)
     return _Branch(depth, branches, tuple(row for row in members if row not in inside))
 
 
