@@ -73,7 +73,7 @@ import asyncio, os
 from ray_harness import deployment_config, read_all, request
 from rayserve_cluster.ray_shell import RayShell
 
-config = deployment_config("b73c", ranks=2, timeouts={"deployment_lease_s": 2.0})
+config = deployment_config("b73c", ranks=2, timeouts={"deployment_lease_s": 6.0})
 shell = RayShell(config, "auto")
 asyncio.run(read_all(shell, [request("q", [1, 2, 3], 8)]))
 print(*(rank.pid for rank in asyncio.run(shell.stats()).ranks), flush=True)

@@ -104,6 +104,7 @@ def measurements(bench: Bench, is_full: bool) -> Iterator[Measurement]:
 def has_failed(result: Result) -> bool:
     """Whether one of this package's own kernels raised, or came to nothing."""
     own = {"paged", "in_order", "unshared", "copy_blocks", "copy"}
+    own |= {"triton_copy_blocks", "triton_gather"}
     return not own.isdisjoint(result["errors"])
 
 
