@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from rayserve_paged.core.accounting import Accounting
@@ -64,6 +65,15 @@ class Deployment(Protocol):
         """Wait for news of lost replicas that still owed this consumer something.
 
         Returns with nothing after the poll timeout; call it again and again.
+        """
+        ...
+
+    async def replicas(self) -> Mapping[ReplicaId, Incarnation]:
+        """Return the replicas that serve now, each with its life.
+
+        Raises:
+            ControllerAwayError: Nobody can say now.
+            DeploymentError: There is no such deployment any more.
         """
         ...
 

@@ -41,7 +41,12 @@ class _Sample:
         # The tokens of a beam come all at once, and always with their log-probabilities.
         self._is_beam = params.beam_width is not None
         self._has_logprobs = params.logprobs is not None or self._is_beam
-        self._detokenizer = Detokenizer(tokenizer.token_bytes, params.stop, params.min_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer.token_bytes,
+            params.stop,
+            params.min_tokens,
+            includes_stop=params.include_stop_str_in_output,
+        )
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -162,6 +167,7 @@ class Generation:
             logprobs=logprobs if self.job.shows_logprobs else (),
             finish_reason=sample.finish,
             output=self._output() if ended else None,
+            prompt_logprobs=update.prompt_logprobs,
         )
 
     def _ending(self, update: StreamUpdate) -> tuple[FinishReason | None, str | None]:

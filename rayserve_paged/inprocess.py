@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Final, assert_never
 
@@ -160,6 +160,11 @@ class InProcessShell:
                     self._watchers.pop(consumer_id, None)
         with self._lock:
             return tuple(self._news.pop(consumer_id, ()))
+
+    async def replicas(self) -> Mapping[ReplicaId, Incarnation]:
+        """As `Deployment.replicas`."""
+        with self._lock:
+            return dict(self._controller.replicas)
 
     async def accounting(self) -> tuple[tuple[ReplicaId, Accounting], ...]:
         """As `Deployment.accounting`; lost replicas have no ledger."""

@@ -9,9 +9,9 @@ No other module reads the environment.
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -22,6 +22,10 @@ from rayserve_paged.core.errors import InvalidInputError
 
 _PREFIX: Final = "RAYSERVE_"
 _CACHE_DIR_VARIABLE: Final = "RAYSERVE_CACHE_DIR"
+_ENDPOINT_PREFIX: Final = "RAYSERVE_SERVE__"
+"""Of the endpoint alone; nothing to a deployment without one."""
+
+_ConfigT = TypeVar("_ConfigT", bound=BaseModel)
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
@@ -37,9 +41,6 @@ def _leaf_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-_FIELDS: Final = tuple(_leaf_names(DeploymentConfig))
-
-
 def load_config(
     path: Path | None = None,
     flags: Mapping[str, object] | None = None,
@@ -48,7 +49,27 @@ def load_config(
     """Build the configuration of a deployment.
 
     Args:
-        path: A YAML file with the sections of `DeploymentConfig`; None for no file.
+        path: As in `load_config_as`.
+        flags: As in `load_config_as`.
+        environ: As in `load_config_as`.
+
+    Raises:
+        InvalidInputError: As `load_config_as`.
+    """
+    return load_config_as(DeploymentConfig, path, flags, environ)
+
+
+def load_config_as(
+    kind: type[_ConfigT],
+    path: Path | None = None,
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> _ConfigT:
+    """Build a configuration of some kind.
+
+    Args:
+        kind: What is configured.
+        path: A YAML file with the sections of `kind`; None for no file.
         flags: Values that win over everything else, with dotted keys or nested mappings; a
             value of None was not given.
         environ: Where the RAYSERVE_ variables are looked up; None for the process environment.
@@ -59,13 +80,17 @@ def load_config(
     Raises:
         InvalidInputError: The file cannot be read, a name is unknown, or a value is refused.
     """
-    from_file = dict(_known_fields(_flatten(read_yaml(path)))) if path is not None else {}
-    from_environment = dict(_environment_fields(os.environ if environ is None else environ))
-    given = ((name, value) for name, value in _flatten(flags or {}) if value is not None)
-    from_flags = dict(_known_fields(given))
+    fields = tuple(_leaf_names(kind))
+    from_file = {}
+    if path is not None:
+        from_file = dict(_known_fields(_flatten(read_yaml(path), fields), fields))
+    environ = os.environ if environ is None else environ
+    from_environment = dict(_environment_fields(environ, fields))
+    given = ((name, value) for name, value in _flatten(flags or {}, fields) if value is not None)
+    from_flags = dict(_known_fields(given, fields))
     settings = from_file | from_environment | from_flags
     try:
-        return DeploymentConfig.model_validate(_nest(DeploymentConfig, settings))
+        return kind.model_validate(_nest(kind, settings))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -127,36 +152,43 @@ def read_yaml(path: Path) -> Mapping[object, object]:
 
 
 def _flatten(
-    values: Mapping[str, object] | Mapping[object, object], prefix: str = ""
+    values: Mapping[str, object] | Mapping[object, object],
+    fields: Collection[str],
+    prefix: str = "",
 ) -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         name = f"{prefix}{key}"
         # An empty section is yielded as a value, so that its name is checked too.
-        if isinstance(value, Mapping) and value and name not in _FIELDS:
-            yield from _flatten(value, f"{name}.")
+        if isinstance(value, Mapping) and value and name not in fields:
+            yield from _flatten(value, fields, f"{name}.")
         else:
             yield name, value
 
 
-def _known_fields(settings: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
+def _known_fields(
+    settings: Iterable[tuple[str, object]], fields: Collection[str]
+) -> Iterator[tuple[str, object]]:
     for name, value in settings:
-        inside = [field for field in _FIELDS if field.startswith(f"{name}.")]
-        if name in _FIELDS:
+        inside = [field for field in fields if field.startswith(f"{name}.")]
+        if name in fields:
             yield name, value
         elif not inside:
-            raise _unknown(name, value, _FIELDS)
+            raise _unknown(name, value, fields)
         elif value is not None and value != {}:
             raise InvalidInputError(name, value, f"a section with the fields {', '.join(inside)}")
 
 
-def _environment_fields(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    fields = {_variable(field): field for field in _FIELDS}
+def _environment_fields(
+    environ: Mapping[str, str], fields: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    by_variable = {_variable(field): field for field in fields}
     for variable, value in sorted(environ.items()):
         if not variable.startswith(_PREFIX) or variable == _CACHE_DIR_VARIABLE or not value:
             continue
-        if variable not in fields:
-            raise _unknown(variable, value, [*fields, _CACHE_DIR_VARIABLE])
-        yield fields[variable], value
+        if variable in by_variable:
+            yield by_variable[variable], value
+        elif not variable.startswith(_ENDPOINT_PREFIX):
+            raise _unknown(variable, value, [*by_variable, _CACHE_DIR_VARIABLE])
 
 
 def _variable(field: str) -> str:

@@ -129,6 +129,7 @@ class StreamChunk:
         logprobs: One for each new token where asked for, else empty.
         finish_reason: Why the sample ended, on its last chunk.
         output: The whole output, on the last chunk of all.
+        prompt_logprobs: Of the prompt tokens but the first, where asked for; on one chunk.
     """
 
     request_id: str
@@ -138,6 +139,7 @@ class StreamChunk:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
     output: RequestOutput | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from rayserve_paged.core.controller_messages import (
     ControllerEvent,
     EndDeployment,
     FoundReplica,
+    LeaveDeployment,
     LoseReplica,
     Placed,
     Rejected,
@@ -107,6 +108,7 @@ class ControllerActor:
             start_timeout_s=config.timeouts.start_timeout_s,
             term=term,
             expected=tuple(replica_ids(config)) if term else (),
+            farewell_s=config.timeouts.farewell_s,
         )
         self._core = new_controller(start)
         record: Record | None = None
@@ -223,9 +225,13 @@ class ControllerActor:
             message = dataclasses.replace(message, fenced=cause or message.fenced)
         self._handle(message)
 
-    async def renew_lease(self) -> None:
-        """The owner is alive."""
-        self._handle(RenewLease())
+    async def renew_lease(self, owner: str) -> None:
+        """An owner is alive."""
+        self._handle(RenewLease(owner))
+
+    async def leave(self, owner: str) -> None:
+        """An owner goes; once the last one has, the deployment waits a little and ends."""
+        self._handle(LeaveDeployment(owner))
 
     async def end(self, reason: str) -> None:
         """Take everything down, this actor last; answered once the ranks are gone."""

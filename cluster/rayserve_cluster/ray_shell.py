@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any, Final
 
 import ray
@@ -62,22 +63,27 @@ class ShellStats:
 class RayShell:
     """A deployment on a Ray cluster.
 
-    The one that creates the deployment owns it: it renews its lease, and ends it in `shutdown`
-    unless `keep_alive` is set. A deployment of the same name and configuration that exists
-    already is joined, its lease renewed, and left alone at the end.
+    A deployment of the same name and configuration that exists already is joined. As long as it
+    is used here its lease is renewed. The one that has created it ends it in `shutdown`, unless
+    `keep_alive` is set; others leave it to its other owners, or to its lease.
 
     Args:
         config: What to run.
         address: A Ray cluster to join; None to start one on this machine, which ends with
             this process.
+        is_shared: One of several equal owners, whoever of them creates it: it ends when the last
+            of them has left.
 
     Raises:
         DeploymentError: There is no cluster, no room, or another deployment of this name.
         PagedError: What a rank raised while it started, such as a model that is not accepted.
     """
 
-    def __init__(self, config: DeploymentConfig, address: str | None = None) -> None:
+    def __init__(
+        self, config: DeploymentConfig, address: str | None = None, *, is_shared: bool = False
+    ) -> None:
         self._config = config
+        self._is_shared = is_shared
         self._owner = uuid.uuid4().hex
         self._ranks: dict[tuple[ReplicaId, Incarnation], Any] = {}
         self._created = False
@@ -153,7 +159,7 @@ class RayShell:
             if not ray.is_initialized():
                 return  # Somebody disconnected this process; a submission says so.
             try:
-                ray.get(self._controller.renew_lease.remote(), timeout=period_s)
+                ray.get(self._controller.renew_lease.remote(self._owner), timeout=period_s)
             except (GetTimeoutError, ActorUnavailableError):
                 continue
             except RayError as error:
@@ -192,6 +198,10 @@ class RayShell:
         news: tuple[ReplicaLost, ...]
         news = await self._ask(self._controller.watch.remote(consumer_id))
         return news
+
+    async def replicas(self) -> Mapping[ReplicaId, Incarnation]:
+        """As `Deployment.replicas`."""
+        return (await self.status()).replicas
 
     async def accounting(self) -> tuple[tuple[ReplicaId, Accounting], ...]:
         """Take the ledger of every replica, each at a step's end, ordered by replica id."""
@@ -288,7 +298,7 @@ class RayShell:
         return reason
 
     def shutdown(self) -> None:
-        """End the deployment, unless it is kept alive or another's, and leave the cluster.
+        """End the deployment, unless it is kept alive, shared or another's; leave the cluster.
 
         Idempotent; blocks until nothing of it is left.
         """
@@ -296,14 +306,17 @@ class RayShell:
             return
         self._shut_down.set()
         self._renewer.join()
-        if self._may_end():
-            with contextlib.suppress(RayError, GetTimeoutError):
+        with contextlib.suppress(RayError, GetTimeoutError):
+            if self._may_end():
                 ray.get(self._controller.end.remote("shut down"), timeout=_END_TIMEOUT_S)
+            elif ray.is_initialized():
+                ray.get(self._controller.leave.remote(self._owner), timeout=_END_TIMEOUT_S)
         self._remove()
 
     def _may_end(self) -> bool:
         # Once disconnected, the lease does it.
-        return self._created and not self._config.keep_alive and ray.is_initialized()
+        is_own = self._created and not self._is_shared and not self._config.keep_alive
+        return is_own and ray.is_initialized()
 
     def _remove(self) -> None:
         try:

@@ -107,6 +107,8 @@ class ReplicaHost:
         self._lock = threading.Lock()
         self._lost: str | None = None
         self._stop_reason: str | None = None
+        # When the step thread last went round, on the clock of time.monotonic.
+        self._moved_at = time.monotonic()
         self._thread = threading.Thread(
             target=self._run, name=f"step-{replica.replica_id}", daemon=True
         )
@@ -165,6 +167,14 @@ class ReplicaHost:
         if not self._put(_Pin(event, future)):
             future.set_exception(self._lost_error())
         return future
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the step thread last took something in or finished a step.
+
+        It goes round many times a second where there is nothing to do.
+        """
+        return time.monotonic() - self._moved_at if self._thread.is_alive() else 0.0
 
     def stop(self, reason: str) -> None:
         """Fence the replica, release the other ranks and end the step thread. Idempotent.
@@ -236,6 +246,7 @@ class ReplicaHost:
     def _serve(self) -> str:
         """Take in events and run steps until told to stop; return why."""
         while True:
+            self._moved_at = time.monotonic()
             outcome: StepFinished | StepFailed | None = None
             if not self._plans:
                 going_on = self._wait()

@@ -328,6 +328,9 @@ class Worker:
         """Answer the controller, whose silence would end this rank: None, or what is broken."""
         self._calls["ping"] += 1
         self._heard_at = time.monotonic()
+        limit_s = self._spec.config.timeouts.step_timeout_s
+        if self._broken is None and self._host is not None and self._host.stalled_s > limit_s:
+            return Loss(f"its step loop has not moved for {limit_s:g} s", is_symptom=False)
         return self._broken
 
     @ray.method(concurrency_group="health")

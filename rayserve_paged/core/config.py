@@ -131,6 +131,11 @@ class TimeoutConfig(_Section):
     deployment_lease_s: float = Field(default=30.0, gt=0)
     """A deployment whose owner does not renew for this long is taken down; a rank that its
     controller does not reach for this long ends itself."""
+    farewell_s: float = Field(default=10.0, ge=0)
+    """A deployment whose last owner has left waits this long for another before it ends."""
+    step_timeout_s: float = Field(default=60.0, gt=0)
+    """A replica whose step loop has not moved for this long is stuck, and is given up; no step may
+    take as long."""
     collective_timeout_s: float = Field(default=60.0, gt=0)
     """A collective that takes this long is broken; idle groups are kept alive more often."""
     start_timeout_s: float = Field(default=300.0, gt=0)

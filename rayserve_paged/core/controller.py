@@ -15,6 +15,7 @@ from rayserve_paged.core.controller_messages import (
     ControllerEvent,
     EndDeployment,
     FoundReplica,
+    LeaveDeployment,
     LoseReplica,
     Placed,
     Rejected,
@@ -33,6 +34,7 @@ from rayserve_paged.core.errors import (
 )
 from rayserve_paged.core.fleet import Fleet
 from rayserve_paged.core.ids import BlockKey, Incarnation, ReplicaId, Term
+from rayserve_paged.core.owners import Owners
 from rayserve_paged.core.placement import Placement
 from rayserve_paged.core.placement_policy import estimate_retry_s
 from rayserve_paged.core.replica_messages import (
@@ -59,8 +61,8 @@ class Controller:
     """All replicas of one deployment.
 
     Args:
-        deployment_lease_s: The owner renews within this long, or everything is taken down; None
-            for a deployment that outlives its owner.
+        deployment_lease_s: An owner renews within this long, or everything is taken down; None
+            for a deployment that outlives its owners.
         batch: Its queue limits; None for no limits.
         placement: How the replica of a request is chosen.
         recovery: What is done about lost replicas; None to start none again.
@@ -68,6 +70,7 @@ class Controller:
         term: Counts the lives of the controller.
         expected: Replicas that were there before this term began; nothing is placed until they
             have registered, or `recovery.grace_s` is over.
+        farewell_s: Once the last owner has left, another may take over for this long.
     """
 
     def __init__(
@@ -79,10 +82,10 @@ class Controller:
         start_timeout_s: float = 300.0,
         term: Term = _FIRST_TERM,
         expected: Iterable[ReplicaId] = (),
+        farewell_s: float = 10.0,
     ) -> None:
-        self._deployment_lease_s = deployment_lease_s
+        self._owners = Owners(deployment_lease_s, farewell_s)
         self._batch = batch or BatchConfig()
-        self._last_renewal: float | None = None
         self._last_tick = float("-inf")
         self._placement = Placement(placement, self._batch)
         self._memo: ChainMemo | None = None
@@ -110,8 +113,11 @@ class Controller:
                 return self._fleet.find(event, now)
             case LoseReplica(replica_id, incarnation, reason):
                 return self._fleet.lose(replica_id, incarnation, reason, now)
-            case RenewLease():
-                self._last_renewal = now
+            case RenewLease(owner):
+                self._owners.renew(owner, now)
+                return []
+            case LeaveDeployment(owner):
+                self._owners.leave(owner, now)
                 return []
             case EndDeployment(reason):
                 return self._end(reason, now)
@@ -175,12 +181,10 @@ class Controller:
         """
         if self._fleet.ended is not None:
             return None
-        lease_s = self._deployment_lease_s
-        begun = self._last_tick if self._last_renewal is None else self._last_renewal
         due = (
             self._fleet.next_tick,
             self._last_tick + _TICK_S if self._fleet.is_watchful else None,
-            None if lease_s is None else begun + lease_s,
+            self._owners.lapses_at,
         )
         return min((at for at in due if at is not None), default=None)
 
@@ -336,12 +340,9 @@ class Controller:
 
     def _tick(self, now: float) -> list[ControllerCommand]:
         self._last_tick = now
-        if self._last_renewal is None:
-            self._last_renewal = now
-        lease = self._deployment_lease_s
-        if lease is None or now - self._last_renewal < lease:
-            return self._fleet.tick(now)
-        return self._end(f"its owner has not renewed the lease for {lease:g} s", now)
+        self._owners.watch(now)
+        reason = self._owners.lapsed(now)
+        return self._fleet.tick(now) if reason is None else self._end(reason, now)
 
     def _end(self, reason: str, now: float) -> list[ControllerCommand]:
         if self._fleet.ended is not None:

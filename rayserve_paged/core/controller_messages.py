@@ -68,7 +68,20 @@ class WithdrawRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RenewLease:
-    """The owner of the deployment is alive."""
+    """An owner of the deployment is alive.
+
+    Args:
+        owner: Who; a deployment may have several.
+    """
+
+    owner: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeaveDeployment:
+    """An owner goes. After the last one the deployment waits a little for another, then ends."""
+
+    owner: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +99,7 @@ ControllerEvent = (
     | WithdrawRequest
     | ReplicaReport
     | RenewLease
+    | LeaveDeployment
     | EndDeployment
     | Tick
 )

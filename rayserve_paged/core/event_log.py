@@ -71,6 +71,7 @@ class ControllerStart:
     start_timeout_s: float = 300.0
     term: Term = _FIRST_TERM
     expected: tuple[ReplicaId, ...] = ()
+    farewell_s: float = 10.0
 
 
 _MESSAGES: Mapping[str, Callable[..., object]] = {

@@ -53,6 +53,7 @@ def new_controller(start: ControllerStart) -> Controller:
         start.start_timeout_s,
         start.term,
         start.expected,
+        start.farewell_s,
     )
 
 

@@ -66,6 +66,7 @@ class SamplingParams:
             is None.
         ignore_eos: Go on past the model's end-of-sequence ids.
         stop: Strings that end the text; none of them is part of the output.
+        include_stop_str_in_output: Leave the stop string that ended the text at its end.
         stop_token_ids: Ids that end the output (the id itself is part of token_ids).
         logprobs: Log-probabilities of this many most likely tokens with each output token;
             0 for the chosen token's alone, None for none.
@@ -95,6 +96,7 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -168,8 +170,9 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             accepted = f"at most max_tokens={self.max_tokens}"
             raise InvalidInputError("min_tokens", self.min_tokens, accepted)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidInputError("ignore_eos", self.ignore_eos, "true or false")
+        for field in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, field), bool):
+                raise InvalidInputError(field, getattr(self, field), "true or false")
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:

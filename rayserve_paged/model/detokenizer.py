@@ -25,8 +25,8 @@ class Detokenizer:
     """The text of one stream, token by token.
 
     The deltas of a stream, with what `finish` returns, are the decoded bytes of its tokens, cut
-    before the stop string if one ended it, however the tokens were chunked. Invalid bytes become
-    U+FFFD as soon as they are known to be invalid, and not before.
+    before (or behind) the stop string if one ended it, however the tokens were chunked. Invalid
+    bytes become U+FFFD as soon as they are known to be invalid, and not before.
 
     Stop strings are looked for after each token. Of those completed by the same token, the one
     with the earliest start ends the text. One that is completed by a token before the
@@ -36,6 +36,7 @@ class Detokenizer:
         token_bytes: The bytes that a token stands for (`Tokenizer.token_bytes`).
         stop: Strings that end the text and are no part of it.
         min_tokens: Fewest tokens of the stream.
+        includes_stop: Show the stop string that ends the text after all.
     """
 
     def __init__(
@@ -43,8 +44,11 @@ class Detokenizer:
         token_bytes: Callable[[int], bytes],
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        *,
+        includes_stop: bool = False,
     ) -> None:
         self._token_bytes = token_bytes
+        self._includes_stop = includes_stop
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -66,7 +70,7 @@ class Detokenizer:
             if self._num_tokens >= self._min_tokens:
                 start, stop = self._first_stop(text)
                 if stop is not None:
-                    shown.append(text[:start])
+                    shown.append(text[: start + len(stop)] if self._includes_stop else text[:start])
                     self._held = ""
                     self._decoder.reset()
                     return TextDelta("".join(shown), taken, stop)

@@ -319,7 +319,7 @@ def test_a_deployment_ends_when_its_owner_stops_renewing() -> None:
     controller = make_controller(R0, lease_s=30.0)
     controller.handle(Tick(), 100.0)
     assert controller.handle(Tick(), 129.0) == []
-    controller.handle(RenewLease(), 129.0)
+    controller.handle(RenewLease("driver"), 129.0)
     assert controller.handle(Tick(), 158.0) == []
     commands = controller.handle(Tick(), 159.0)
     assert isinstance(commands[-1], TakeDown)
@@ -333,7 +333,7 @@ def test_the_next_tick_is_no_later_than_the_end_of_the_lease() -> None:
     assert controller.next_tick == float("-inf"), "the lease begins with the first tick"
     controller.handle(Tick(), 100.0)
     assert controller.next_tick == 130.0
-    controller.handle(RenewLease(), 110.0)
+    controller.handle(RenewLease("driver"), 110.0)
     assert controller.next_tick == 140.0
     submit(controller, make_request([1]))
     assert controller.next_tick == 101.0

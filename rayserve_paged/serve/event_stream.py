@@ -1,0 +1,94 @@
+"""Responses that end with their client: streams of server-sent events, and answers in one piece.
+
+A client that has left is noticed by its disconnect message, whatever the server does with what is
+sent after it; what was computed for it is then cancelled.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import Any, Final, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+_T = TypeVar("_T")
+
+DONE: Final = b"data: [DONE]\n\n"
+"""Ends a stream that is whole; one that broke ends with an error and without this."""
+
+
+class ClientGoneError(Exception):
+    """Nobody reads the answer any more."""
+
+
+def event(fields: Mapping[str, Any]) -> bytes:
+    """Return one server-sent event with JSON in it."""
+    text = json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return b"data: " + text.encode() + b"\n\n"
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Await something for as long as the client is there, and cancel it when it leaves.
+
+    Args:
+        receive: Of the request, whose body has been read.
+        work: What is awaited.
+
+    Raises:
+        ClientGoneError: The client left first; the work has ended by then.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while True:
+        message: Message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+class EventStream(Response):
+    """Sends events as they come, each batch in one write.
+
+    Args:
+        events: The stream; closed at the end, and when the client leaves.
+        headers: Besides those of every event stream.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
+    ) -> None:
+        plain = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**plain, **(headers or {})})
+        # Its length is not known.
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request."""
+        del scope
+        # Where the client left early, closing the generator is all there is to do.
+        async with contextlib.aclosing(self._events):
+            with contextlib.suppress(ClientGoneError):
+                await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async for data in self._events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,231 @@
+"""What one ingress does for its requests: checks, submits and follows them."""
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Final
+
+from rayserve_paged.core.errors import (
+    ControllerAwayError,
+    DeploymentError,
+    InvalidInputError,
+)
+from rayserve_paged.deployment import Deployment
+from rayserve_paged.front_end import FrontEnd
+from rayserve_paged.generation import Job
+from rayserve_paged.model.tokenizer import Tokenizer
+from rayserve_paged.outputs import RequestOutput, StreamChunk
+from rayserve_paged.request_options import RequestOptions
+from rayserve_paged.serve.http_errors import HttpError
+from rayserve_paged.serve.openai_requests import Ask
+from rayserve_paged.serve.serve_config import EndpointConfig
+
+_LONG_TEXT: Final = 4096
+"""Characters from which on a prompt is tokenized in a thread, so that streams go on meanwhile."""
+
+_HEALTH_TIMEOUT_S: Final = 1.0
+_HEALTH_KEPT_S: Final = 3.0
+
+Chunks = list[tuple[int, StreamChunk]]
+"""New chunks, each with the number of its prompt in the body."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Submission:
+    """A body whose prompts are ready to be submitted.
+
+    Args:
+        request_id: Of the body, towards its client.
+        created: Unix seconds.
+        ask: What the body asks for.
+        jobs: One for each prompt.
+    """
+
+    request_id: str
+    created: int
+    ask: Ask
+    jobs: tuple[Job, ...]
+
+
+class Service:
+    """Serves the requests of one ingress; belongs to one asyncio loop.
+
+    Args:
+        deployment: Behind the endpoint.
+        tokenizer: Of its model.
+        config: Of the endpoint.
+    """
+
+    def __init__(
+        self, deployment: Deployment, tokenizer: Tokenizer, config: EndpointConfig
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.started = int(time.time())
+        self._deployment = deployment
+        self._front_end = FrontEnd(deployment, tokenizer, config.recovery)
+        self._num_live = 0
+        # When a replica was last known to serve, on the clock of time.monotonic.
+        self._healthy_at = float("-inf")
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output tokens that a request may have."""
+        return self._deployment.limits.served_len
+
+    def check_model(self, name: str | None) -> None:
+        """Check the model that a body names.
+
+        Raises:
+            HttpError: There is no such model.
+        """
+        if name is not None and name != self.config.model_name:
+            message = f"the model {name!r} does not exist; {self.config.model_name!r} is served"
+            raise HttpError(404, message, param="model", code="model_not_found")
+
+    async def prepare(self, ask: Ask, *, streaming: bool) -> Submission:
+        """Check all prompts of a body; nothing is submitted yet.
+
+        Raises:
+            InvalidInputError: A prompt or a parameter is not accepted.
+        """
+        request_id = ask.options.request_id or secrets.token_hex(12)
+        options = self._options(ask.options)
+        num_chars = sum(len(p) if isinstance(p, str) else len(str(p)) for p in ask.prompts)
+        if num_chars > _LONG_TEXT:
+            jobs = await asyncio.to_thread(self._jobs, ask, request_id, options, streaming)
+        else:
+            jobs = self._jobs(ask, request_id, options, streaming)
+        return Submission(request_id, int(time.time()), ask, jobs)
+
+    def _jobs(
+        self, ask: Ask, request_id: str, options: RequestOptions, streaming: bool
+    ) -> tuple[Job, ...]:
+        jobs = []
+        for place, prompt in enumerate(ask.prompts):
+            name = request_id if len(ask.prompts) == 1 else f"{request_id}/{place}"
+            named = dataclasses.replace(options, request_id=name)
+            try:
+                job = self._front_end.prepare(prompt, ask.params, named, streaming=streaming)
+            except InvalidInputError as error:
+                if len(ask.prompts) > 1:
+                    error.add_note(f"in prompt[{place}]")
+                raise
+            jobs.append(job)
+        return tuple(jobs)
+
+    def _options(self, options: RequestOptions) -> RequestOptions:
+        longest = self.config.serve.max_deadline_s
+        if longest is None:
+            return options
+        asked = options.deadline_s
+        return dataclasses.replace(
+            options, deadline_s=longest if asked is None else min(asked, longest)
+        )
+
+    async def chunks(self, submission: Submission) -> AsyncGenerator[Chunks, None]:
+        """Submit the prompts of a body and yield what is new, all that is there at once.
+
+        Closing the generator early cancels what has not ended, and frees its blocks.
+
+        Raises:
+            HttpError: This ingress has as many requests open as it may.
+            PagedError: As `FrontEnd.stream`; the other prompts are cancelled then.
+        """
+        jobs = submission.jobs
+        if self._num_live + len(jobs) > self.config.serve.max_live_requests:
+            raise HttpError(
+                503,
+                f"overloaded: {self._num_live} requests are open here and "
+                f"{self.config.serve.max_live_requests} may be",
+                "overloaded_error",
+                code="overloaded",
+                retry_after_s=1.0,
+            )
+        self._num_live += len(jobs)
+        try:
+            source = self._several(jobs) if len(jobs) > 1 else self._single(jobs[0])
+            async with contextlib.aclosing(source) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            self._num_live -= len(jobs)
+
+    async def _single(self, job: Job) -> AsyncGenerator[Chunks, None]:
+        # What a poll has brought for one stream is one chunk already.
+        async with contextlib.aclosing(self._front_end.stream(job)) as chunks:
+            async for chunk in chunks:
+                yield [(0, chunk)]
+
+    async def _several(self, jobs: Sequence[Job]) -> AsyncGenerator[Chunks, None]:
+        news: asyncio.Queue[tuple[int, StreamChunk] | BaseException | None] = asyncio.Queue()
+
+        async def read(place: int, job: Job) -> None:
+            try:
+                async with contextlib.aclosing(self._front_end.stream(job)) as chunks:
+                    async for chunk in chunks:
+                        news.put_nowait((place, chunk))
+            except Exception as error:  # Raised to whoever reads the body's stream.
+                news.put_nowait(error)
+            else:
+                news.put_nowait(None)
+
+        tasks = [asyncio.create_task(read(place, job)) for place, job in enumerate(jobs)]
+        num_open = len(jobs)
+        try:
+            while num_open:
+                batch: Chunks = []
+                items = [await news.get()]
+                while not news.empty():
+                    items.append(news.get_nowait())
+                for item in items:
+                    if item is None:
+                        num_open -= 1
+                    elif isinstance(item, BaseException):
+                        raise item
+                    else:
+                        batch.append(item)
+                if batch:
+                    yield batch
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def outputs(self, submission: Submission) -> list[RequestOutput]:
+        """Submit the prompts of a body and wait for their outputs, one for each.
+
+        Raises:
+            HttpError: As `chunks`.
+            PagedError: As `chunks`.
+        """
+        found: dict[int, RequestOutput] = {}
+        async with contextlib.aclosing(self.chunks(submission)) as batches:
+            async for batch in batches:
+                found |= {place: chunk.output for place, chunk in batch if chunk.output is not None}
+        return [found[place] for place in range(len(submission.jobs))]
+
+    async def is_healthy(self) -> bool:
+        """Whether some replica can serve.
+
+        A controller that is being started anew cannot say, while streams and replicas go on: what
+        was known a moment ago holds until it is back.
+        """
+        now = time.monotonic()
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT_S):
+                replicas = await self._deployment.replicas()
+        except (TimeoutError, ControllerAwayError):
+            return now - self._healthy_at < _HEALTH_KEPT_S
+        except DeploymentError:
+            return False
+        if replicas:
+            self._healthy_at = now
+        return bool(replicas)
+
+    async def close(self) -> None:
+        """Cancel what is open; its streams end with an error."""
+        await self._front_end.close()
