@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from rayserve_paged import __version__
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.outputs import RequestOutput
 from rayserve_paged.prompts import Prompt, tokenize
 from rayserve_paged.serve.body_limit import BodyLimit
 from rayserve_paged.serve.event_stream import (
@@ -247,7 +248,7 @@ async def _events(
             stream ends without a finish reason and without `DONE`.
     """
     has_begun = False
-    outputs = {}
+    outputs: dict[int, RequestOutput] = {}
     try:
         async with contextlib.aclosing(batches):
             async for batch in batches:

@@ -83,12 +83,10 @@ class CompletionWriter:
         is_first = listing is None
         if listing is None:
             listing = self._listings[index] = _Listing(self._tokenizer)
-        if is_first and ask.echoes:
-            text = self._tokenizer.decode(self._prompts[prompt]) + (
-                "" if ask.hides_output else text
-            )
-        elif ask.hides_output:
+        if ask.hides_output:
             text = ""
+        if is_first and ask.echoes:
+            text = self._tokenizer.decode(self._prompts[prompt]) + text
         logprobs = None
         if ask.params.logprobs is not None:
             if is_first and ask.scores_prompt:

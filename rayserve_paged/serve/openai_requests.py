@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.retention import DEFAULT_PRIORITY, RetentionRange
@@ -143,11 +143,9 @@ def _prompts(
         return (prompt,)
     if not prompt:
         raise InvalidInputError("prompt", prompt, "a text, token ids, or at least one of either")
-    prompts: tuple[Prompt, ...]
     if isinstance(prompt[0], int):
-        prompts = ([i for i in prompt if isinstance(i, int)],)
-    else:
-        prompts = tuple(one for one in prompt if not isinstance(one, int))
+        return (cast("list[int]", prompt),)
+    prompts = tuple(cast("list[str] | list[list[int]]", prompt))
     if len(prompts) > max_prompts:
         raise InvalidInputError("prompt", f"{len(prompts)} prompts", f"at most {max_prompts}")
     return prompts

@@ -23,7 +23,7 @@ def as_invalid_request(error: RequestValidationError) -> HttpError:
     field = str(where[0])
     # A value that may be of several types has one error for each of them.
     same = [one for one in errors if field in one["loc"]] if len(errors) > 1 else [first]
-    accepted = " or ".join(dict.fromkeys(_accepted(one) for one in same))
+    accepted = " or ".join(dict.fromkeys(_accepted(one["msg"]) for one in same))
     param = ".".join(str(part) for part in where) if len(same) == 1 else field
     if first["type"] == "missing":
         return HttpError(400, f"{param} is missing", param=param)
@@ -36,7 +36,6 @@ def as_invalid_request(error: RequestValidationError) -> HttpError:
     return HttpError(400, f"{param}={value} is not accepted: expected {accepted}", param=param)
 
 
-def _accepted(error: Any) -> str:
-    message: str = error["msg"]
+def _accepted(message: str) -> str:
     message = message.removeprefix("Input should be ")
     return message[:1].lower() + message[1:]
