@@ -144,8 +144,8 @@ def _prompts(
     if not prompt:
         raise InvalidInputError("prompt", prompt, "a text, token ids, or at least one of either")
     if isinstance(prompt[0], int):
-        return (cast("list[int]", prompt),)
-    prompts = tuple(cast("list[str] | list[list[int]]", prompt))
+        return (prompt,)
+    prompts = tuple(cast("Sequence[Prompt]", prompt))
     if len(prompts) > max_prompts:
         raise InvalidInputError("prompt", f"{len(prompts)} prompts", f"at most {max_prompts}")
     return prompts
