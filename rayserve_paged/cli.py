@@ -21,6 +21,7 @@ from rayserve_paged.commands.experiment import experiment
 from rayserve_paged.commands.generate import generate
 from rayserve_paged.commands.profile import profile
 from rayserve_paged.commands.replay import replay
+from rayserve_paged.commands.serve import serve
 from rayserve_paged.commands.simulate import simulate
 from rayserve_paged.core.errors import PagedError, in_one_line
 
@@ -49,6 +50,7 @@ def options(
 
 
 app.add_typer(bench, name="bench")
+app.command()(serve)
 app.command()(generate)
 app.command()(demo)
 app.command()(down)
