@@ -94,7 +94,8 @@ def _run(config: EndpointConfig) -> None:
 
 
 def _url() -> str:
-    options: Any = _get_global_client().http_config
+    client: Any = _get_global_client()
+    options = client.http_config
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::", "") else options.host
     return f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
 
