@@ -14,7 +14,7 @@ if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Fast and fundamental first: the earlier a failure shows, the nearer it is to its cause.
-_FOLDERS = ("core", "", "gpu_kernels", "model", "faults", "cluster", "e2e")
+_FOLDERS = ("core", "", "gpu_kernels", "model", "faults", "cluster", "e2e", "serve")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.register_profile(

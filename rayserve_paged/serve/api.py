@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from rayserve_paged import __version__
-from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.errors import InvalidInputError, PagedError
 from rayserve_paged.outputs import RequestOutput
 from rayserve_paged.prompts import Prompt, tokenize
 from rayserve_paged.serve.body_limit import BodyLimit
@@ -24,9 +24,14 @@ from rayserve_paged.serve.event_stream import (
     event,
     unless_gone,
 )
-from rayserve_paged.serve.http_errors import HttpError, as_http_error
+from rayserve_paged.serve.http_errors import HttpError, as_http_error, shown_value
 from rayserve_paged.serve.openai_answers import AnswerWriter, ChatWriter, CompletionWriter
-from rayserve_paged.serve.openai_requests import chat_ask, chat_messages, completion_ask
+from rayserve_paged.serve.openai_requests import (
+    chat_ask,
+    chat_messages,
+    completion_ask,
+    named_as_in,
+)
 from rayserve_paged.serve.openai_types import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -40,25 +45,37 @@ from rayserve_paged.serve.openai_types import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from rayserve_paged.serve.request_ids import RequestIds
 from rayserve_paged.serve.service import Chunks, Service, Submission
-from rayserve_paged.serve.validation_errors import as_invalid_request
+from rayserve_paged.serve.validation_errors import as_invalid_request, as_unreadable_body
 
 _GONE: Final = 499
 """Status of an answer that nobody waits for, as in nginx's logs."""
 
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 413, 429, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 404, 413, 415, 429, 500, 503)
 }
+_STREAM: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+"""What a body with `stream` is answered by, besides the JSON of others."""
+
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(service: Service, on_close: Callable[[], None] | None = None) -> FastAPI:
+def create_app(
+    service: Service,
+    on_close: Callable[[], None] | None = None,
+    *,
+    adds_request_id: bool = True,
+) -> FastAPI:
     """Build the application.
 
     Args:
         service: Answers; closed when the application is shut down, on the loop that serves.
         on_close: Called in a thread after that.
+        adds_request_id: As `RequestIds`.
     """
 
     @contextlib.asynccontextmanager
@@ -79,6 +96,7 @@ def create_app(service: Service, on_close: Callable[[], None] | None = None) -> 
         docs_url=None,
     )
     app.add_middleware(BodyLimit, max_body_bytes=int(service.config.serve.max_body_bytes))
+    app.add_middleware(RequestIds, adds_header=adds_request_id)
     _handle_errors(app)
     _add_model_routes(app, service)
     _add_token_routes(app, service)
@@ -89,12 +107,11 @@ def create_app(service: Service, on_close: Callable[[], None] | None = None) -> 
 
 def _handle_errors(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
-        del request
         match error:
             case RequestValidationError():
                 known: Exception = as_invalid_request(error)
             case HTTPException():
-                known = HttpError(error.status_code, str(error.detail), headers=error.headers)
+                known = as_unreadable_body(error) or _unrouted(request, error)
             case _:
                 known = error
         http_error = as_http_error(known)
@@ -107,8 +124,18 @@ def _handle_errors(app: FastAPI) -> None:
         return Response(status_code=_GONE)
 
     app.add_exception_handler(ClientGoneError, leave)
-    for kind in (RequestValidationError, HTTPException, HttpError, InvalidInputError, Exception):
+    for kind in (RequestValidationError, HTTPException, HttpError, PagedError, Exception):
         app.add_exception_handler(kind, answer)
+
+
+def _unrouted(request: Request, error: HTTPException) -> HttpError:
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is no route {shown_value(request.url.path)}"
+    elif error.status_code == 405:
+        accepted = (error.headers or {}).get("Allow", "another one")
+        message = f"the method {request.method} is not accepted here: expected {accepted}"
+    return HttpError(error.status_code, message, headers=error.headers)
 
 
 def _error_response(error: HttpError) -> Response:
@@ -180,24 +207,28 @@ def _check_text(field: str, text: str) -> None:
 
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", response_model=Completion, responses=_ERRORS)
+    @app.post("/v1/completions", response_model=Completion, responses=_ERRORS | _STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
         service.check_model(body.model)
-        ask = completion_ask(body, service.config.serve.max_prompts)
-        submission = await service.prepare(ask, streaming=bool(body.stream))
+        with named_as_in(body):
+            ask = completion_ask(body, service.config.serve.max_prompts)
+            submission = await service.prepare(ask, streaming=bool(body.stream))
         prompts = [job.request.prompt_token_ids for job in submission.jobs]
         head = _head("cmpl", submission, service)
         writer = CompletionWriter(head, ask, prompts, service.tokenizer)
         return await _answer(service, submission, writer, body, request)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_ERRORS)
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_ERRORS | _STREAM)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a chat."""
         service.check_model(body.model)
-        ask = chat_ask(body)
-        submission = await service.prepare(ask, streaming=bool(body.stream))
-        writer = ChatWriter(_head("chatcmpl", submission, service), ask, service.tokenizer)
+        with named_as_in(body):
+            ask = chat_ask(body)
+            submission = await service.prepare(ask, streaming=bool(body.stream))
+        (job,) = submission.jobs
+        head = _head("chatcmpl", submission, service)
+        writer = ChatWriter(head, ask, job.request.prompt_token_ids, service.tokenizer)
         return await _answer(service, submission, writer, body, request)
 
 
@@ -224,18 +255,11 @@ async def _answer(
     events = _events(service.chunks(submission), writer, wants_usage)
     # What is refused has a status of its own, so nothing is answered before there is something.
     first = await unless_gone(receive, anext(events))
-    return EventStream(_after(first, events))
+    return EventStream(first, events)
 
 
 class _Json(JSONResponse):
     """JSON in which every number is finite."""
-
-
-async def _after(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with contextlib.aclosing(rest):
-        yield first
-        async for data in rest:
-            yield data
 
 
 async def _events(
@@ -248,12 +272,14 @@ async def _events(
             stream ends without a finish reason and without `DONE`.
     """
     has_begun = False
+    # Clients that ask for the usage find the field in every chunk.
+    no_usage = {"usage": None} if wants_usage else {}
     outputs: dict[int, RequestOutput] = {}
     try:
         async with contextlib.aclosing(batches):
             async for batch in batches:
                 shown = (writer.chunk(place, chunk) for place, chunk in batch)
-                data = b"".join(event(fields) for fields in shown if fields is not None)
+                data = b"".join(event(fields | no_usage) for fields in shown if fields is not None)
                 outputs |= {p: chunk.output for p, chunk in batch if chunk.output is not None}
                 if data:
                     has_begun = True

@@ -1,5 +1,6 @@
 """Refuses request bodies that are too long, before they are read as a whole."""
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -7,7 +8,7 @@ from rayserve_paged.serve.http_errors import HttpError
 
 
 class BodyLimit:
-    """Middleware that counts the bytes of a body, whatever its headers say.
+    """Middleware that refuses a body by the length that it announces, or else by its bytes.
 
     Args:
         app: What is behind it.
@@ -23,30 +24,38 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        accepted = f"at most {self._max_body_bytes} bytes"
+        message = f"the request body is too long: expected {accepted}"
+        refusal = HttpError(413, message, code="body_too_long")
+        response = Response(refusal.encode(), 413, media_type="application/json")
+        announced = Headers(scope=scope).get("content-length", "")
+        # No more digits than int() takes; what is cut off would only make it longer.
+        if announced.isascii() and announced.isdecimal() and self._is_over(int(announced[:20])):
+            await response(scope, receive, send)
+            return
         num_bytes = 0
-        refusal: HttpError | None = None
 
         async def counted() -> Message:
-            nonlocal num_bytes, refusal
+            nonlocal num_bytes
             message = await receive()
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_body_bytes:
-                    accepted = f"at most {self._max_body_bytes} bytes"
-                    refusal = HttpError(413, f"the request body is too long: expected {accepted}")
+                if self._is_over(num_bytes):
                     raise refusal
             return message
 
         async def sent(message: Message) -> None:
             # Whatever the application makes of a body that breaks off, this is the answer.
-            if refusal is None:
+            if not self._is_over(num_bytes):
                 await send(message)
 
         try:
             await self._app(scope, counted, sent)
         except Exception:
-            if refusal is None:
+            if not self._is_over(num_bytes):
                 raise
-        if refusal is not None:
-            response = Response(refusal.encode(), 413, media_type="application/json")
+        if self._is_over(num_bytes):
             await response(scope, receive, send)
+
+    def _is_over(self, num_bytes: int) -> bool:
+        return num_bytes > self._max_body_bytes

@@ -63,19 +63,24 @@ class EventStream(Response):
     """Sends events as they come, each batch in one write.
 
     Args:
-        events: The stream; closed at the end, and when the client leaves.
+        first: What is sent first.
+        events: All that follows; closed at the end, and when the client leaves.
         headers: Besides those of every event stream.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         plain = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers={**plain, **(headers or {})})
         # Its length is not known.
         del self.headers["content-length"]
+        self._first = first
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,6 +94,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for data in self._events:
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

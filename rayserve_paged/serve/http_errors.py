@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -20,17 +21,7 @@ from rayserve_paged.core.errors import (
 _RETRY_SOON_S: Final = 1.0
 """Where nothing better is known."""
 
-_PARAMS: Final = {
-    "prompt_token_ids": "prompt",
-    "tenant_salt": "rayserve.salt",
-    "deadline_s": "rayserve.deadline_s",
-    "priority": "rayserve.priority",
-    "request_id": "rayserve.request_id",
-    "retention": "rayserve.retention",
-    "window": "rayserve.window",
-    "num_sink_tokens": "rayserve.num_sink_tokens",
-}
-"""Fields of the Python API that have another name in a body."""
+_MAX_VALUE_LENGTH: Final = 200
 
 
 class HttpError(Exception):
@@ -40,7 +31,7 @@ class HttpError(Exception):
         status: Of the answer.
         message: For a person.
         kind: The `type` of OpenAI's errors.
-        param: The field that was refused.
+        param: The field that was refused, as the client wrote it.
         code: What a program may look at.
         retry_after_s: When to try again.
         headers: Further ones.
@@ -98,14 +89,14 @@ def as_http_error(error: Exception) -> HttpError:
         return error
     message = in_one_line(error) if isinstance(error, PagedError) else ""
     match error:
+        case CapacityError():
+            return HttpError(400, message, param=error.field, code="context_length_exceeded")
         case InvalidInputError():
-            param = _PARAMS.get(error.field, error.field)
-            code = None
-            if isinstance(error, CapacityError) or "model's limit" in error.accepted:
-                code = "context_length_exceeded"
-            return HttpError(400, message, param=param, code=code)
+            code = "context_length_exceeded" if "model's limit" in error.accepted else None
+            return HttpError(400, _refusal(error), param=error.field, code=code)
         case DuplicateRequestError():
-            param = _PARAMS["request_id"]
+            param = "rayserve.request_id"
+            message = f"rayserve.{message}"
             return HttpError(400, message, param=param, code="duplicate_request_id")
         case OverloadedError():
             after = error.retry_after_s or _RETRY_SOON_S
@@ -121,3 +112,21 @@ def as_http_error(error: Exception) -> HttpError:
         case _:
             message = message or "an internal error; its details are in the log"
             return HttpError(500, message, "server_error")
+
+
+def _refusal(error: InvalidInputError) -> str:
+    """Return what a refusal says, in the words of JSON."""
+    accepted = re.sub(r"\bNone\b", "null", error.accepted)
+    text = f"{error.field}={shown_value(error.value)} is not accepted: expected {accepted}"
+    return " ".join((text, *(f"({note})" for note in getattr(error, "__notes__", ()))))
+
+
+def shown_value(value: object) -> str:
+    """Return a value as JSON, cut off where it is long."""
+    if isinstance(value, str | list | tuple):
+        value = value[: _MAX_VALUE_LENGTH + 1]
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except RecursionError:
+        return "a value that is nested too deeply"
+    return f"{text[:_MAX_VALUE_LENGTH]}..." if len(text) > _MAX_VALUE_LENGTH else text

@@ -46,8 +46,11 @@ class Ingress:
             self._service = Service(self._shell, loading.result(), config)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Return the application; Ray Serve calls this once, after the constructor."""
-        return create_app(self._service, on_close=self._shell.shutdown)
+        """Return the application; Ray Serve calls this once, after the constructor.
+
+        Ray Serve's proxy gives every answer the id of its request.
+        """
+        return create_app(self._service, on_close=self._shell.shutdown, adds_request_id=False)
 
 
 def _keep_off_the_network() -> None:

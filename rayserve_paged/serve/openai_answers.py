@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
+from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.step_messages import TokenLogprobs
 from rayserve_paged.model.tokenizer import Tokenizer
 from rayserve_paged.outputs import RequestOutput, SampleOutput, StreamChunk
@@ -71,13 +72,12 @@ class CompletionWriter:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._listings: dict[int, _Listing] = {}
-        self._scores: dict[int, tuple[TokenLogprobs, ...]] = {}
+        self._scores = _PromptScores(ask, tokenizer)
 
     def chunk(self, prompt: int, chunk: StreamChunk) -> Fields | None:
         """As `AnswerWriter.chunk`."""
         ask = self._ask
-        if chunk.prompt_logprobs:
-            self._scores[prompt] = chunk.prompt_logprobs
+        self._scores.add(prompt, chunk)
         index = prompt * ask.params.n + chunk.sibling
         text, listing = chunk.text, self._listings.get(index)
         is_first = listing is None
@@ -90,7 +90,7 @@ class CompletionWriter:
         logprobs = None
         if ask.params.logprobs is not None:
             if is_first and ask.scores_prompt:
-                listing.add_prompt(self._prompts[prompt], self._scores.get(prompt, ()))
+                listing.add_prompt(self._prompts[prompt], self._scores.of(prompt))
             if not ask.hides_output:
                 listing.add(chunk.token_ids, chunk.logprobs)
             logprobs = listing.take(ask.params.logprobs)
@@ -100,8 +100,10 @@ class CompletionWriter:
             "index": index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": chunk.finish_reason,
+            "finish_reason": self._reason(chunk.finish_reason),
         }
+        if is_first:
+            choice |= self._scores.fields(self._prompts[prompt], self._scores.of(prompt))
         return {**self._head, "choices": [choice]}
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> Fields:
@@ -124,12 +126,11 @@ class CompletionWriter:
         text = "" if ask.hides_output else sample.text
         if ask.echoes:
             text = self._tokenizer.decode(output.prompt_token_ids) + text
-        scores = output.prompt_logprobs
+        scores = _known(output)
         if ask.params.logprobs is not None:
             listing = _Listing(self._tokenizer)
             if ask.scores_prompt:
-                known = () if scores is None else tuple(one for one in scores if one is not None)
-                listing.add_prompt(output.prompt_token_ids, known)
+                listing.add_prompt(output.prompt_token_ids, scores)
             if not ask.hides_output:
                 listing.add(sample.token_ids, sample.logprobs or ())
             logprobs = listing.take(ask.params.logprobs)
@@ -137,11 +138,14 @@ class CompletionWriter:
             "index": index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": sample.finish_reason,
+            "finish_reason": self._reason(sample.finish_reason),
         }
-        if scores is not None and not ask.scores_prompt:
-            choice["prompt_logprobs"] = [_by_id(one, self._tokenizer) for one in scores]
-        return choice
+        return choice | self._scores.fields(output.prompt_token_ids, scores)
+
+    def _reason(self, reason: FinishReason | None) -> FinishReason | None:
+        # Whatever ended the one token that is computed and not shown: no more were wanted.
+        hides = self._ask.hides_output and reason is FinishReason.STOP
+        return FinishReason.LENGTH if hides else reason
 
 
 class ChatWriter:
@@ -150,20 +154,25 @@ class ChatWriter:
     Args:
         head: `id`, `created` and `model` of the answer.
         ask: What was asked for.
+        prompt: Its token ids.
         tokenizer: Of the model.
     """
 
-    def __init__(self, head: Fields, ask: Ask, tokenizer: Tokenizer) -> None:
+    def __init__(self, head: Fields, ask: Ask, prompt: Sequence[int], tokenizer: Tokenizer) -> None:
         self._head = head
         self._ask = ask
+        self._prompt = prompt
         self._tokenizer = tokenizer
         self._begun: set[int] = set()
+        self._scores = _PromptScores(ask, tokenizer)
 
     def chunk(self, prompt: int, chunk: StreamChunk) -> Fields | None:
         """As `AnswerWriter.chunk`."""
+        self._scores.add(prompt, chunk)
         index = prompt * self._ask.params.n + chunk.sibling
         delta: Fields = {"content": chunk.text} if chunk.text else {}
-        if index not in self._begun:
+        is_first = index not in self._begun
+        if is_first:
             self._begun.add(index)
             delta = {"role": "assistant", "content": chunk.text}
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs)
@@ -175,6 +184,8 @@ class ChatWriter:
             "logprobs": logprobs,
             "finish_reason": chunk.finish_reason,
         }
+        if is_first:
+            choice |= self._scores.fields(self._prompt, self._scores.of(prompt))
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> Fields:
@@ -184,20 +195,18 @@ class ChatWriter:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Fields:
         """As `AnswerWriter.whole`."""
-        choices = []
-        for output in outputs:
-            for place, sample in enumerate(output.samples):
-                choice: Fields = {
-                    "index": place,
-                    "message": {"role": "assistant", "content": sample.text},
-                    "logprobs": self._logprobs(sample.token_ids, sample.logprobs or ()),
-                    "finish_reason": sample.finish_reason,
-                }
-                if output.prompt_logprobs is not None:
-                    choice["prompt_logprobs"] = [
-                        _by_id(one, self._tokenizer) for one in output.prompt_logprobs
-                    ]
-                choices.append(choice)
+        (output,) = outputs
+        scores = self._scores.fields(output.prompt_token_ids, _known(output))
+        choices = [
+            {
+                "index": place,
+                "message": {"role": "assistant", "content": sample.text},
+                "logprobs": self._logprobs(sample.token_ids, sample.logprobs or ()),
+                "finish_reason": sample.finish_reason,
+                **scores,
+            }
+            for place, sample in enumerate(output.samples)
+        ]
         return {
             **self._head,
             "object": "chat.completion",
@@ -218,11 +227,43 @@ class ChatWriter:
 
     def _token(self, token_id: int, logprob: float) -> Fields:
         data = self._tokenizer.token_bytes(token_id)
-        return {
-            "token": data.decode("utf-8", errors="replace"),
-            "logprob": _finite(logprob),
-            "bytes": list(data),
-        }
+        return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+class _PromptScores:
+    """The log-probabilities of prompts, as they come on one chunk of each prompt's stream."""
+
+    def __init__(self, ask: Ask, tokenizer: Tokenizer) -> None:
+        self._num_top = ask.num_prompt_top
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[TokenLogprobs, ...]] = {}
+
+    def add(self, prompt: int, chunk: StreamChunk) -> None:
+        if chunk.prompt_logprobs:
+            self._known[prompt] = chunk.prompt_logprobs
+
+    def of(self, prompt: int) -> tuple[TokenLogprobs, ...]:
+        return self._known.get(prompt, ())
+
+    def fields(self, token_ids: Sequence[int], scores: Sequence[TokenLogprobs]) -> Fields:
+        """Return the field `prompt_logprobs` of a choice, where it has one."""
+        num_top = self._num_top
+        if num_top is None:
+            return {}
+        if len(scores) != len(token_ids) - 1:
+            return {"prompt_logprobs": None}
+        return {"prompt_logprobs": [None, *(self._by_id(one, num_top) for one in scores)]}
+
+    def _by_id(self, position: TokenLogprobs, num_top: int) -> Fields:
+        top = [
+            {
+                "token_id": token_id,
+                "token": _text(self._tokenizer.token_bytes(token_id)),
+                "logprob": _finite(value),
+            }
+            for token_id, value in position.top[:num_top]
+        ]
+        return {"logprob": _finite(position.logprob), "top_logprobs": top}
 
 
 class _Listing:
@@ -237,9 +278,11 @@ class _Listing:
     def add_prompt(self, token_ids: Sequence[int], scores: Sequence[TokenLogprobs]) -> None:
         """Add the prompt, of whose first token there is no score."""
         # Where the request ended before its first output there are none at all.
-        known = (None, *scores) if scores else (None,) * len(token_ids)
+        known = (None, *scores) if len(scores) == len(token_ids) - 1 else (None,) * len(token_ids)
         for token_id, position in zip(token_ids, known, strict=True):
             self._add(token_id, position)
+        # A character does not go on from the prompt into the output.
+        self._num_chars += len(self._decoder.decode(b"", final=True))
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """Add output tokens."""
@@ -257,9 +300,9 @@ class _Listing:
             return None
         top = None
         if num_top:
-            top = [None if position is None else self._top(position) for _, position, _ in rows]
+            top = [None if one is None else self._top(one.top[:num_top]) for _, one, _ in rows]
         return {
-            "tokens": [self._text(token_id) for token_id, _, _ in rows],
+            "tokens": [_text(self._tokenizer.token_bytes(token_id)) for token_id, _, _ in rows],
             "token_logprobs": [
                 None if position is None else _finite(position.logprob) for _, position, _ in rows
             ],
@@ -267,32 +310,24 @@ class _Listing:
             "text_offset": [offset for _, _, offset in rows],
         }
 
-    def _top(self, position: TokenLogprobs) -> dict[str, float]:
+    def _top(self, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token_id, value in position.top:
-            # Of tokens that read the same, as parts of characters do, the most likely.
-            top.setdefault(self._text(token_id), _finite(value))
+        for token_id, value in likely:
+            # Of tokens that read the same, as special ones do, the most likely.
+            top.setdefault(_text(self._tokenizer.token_bytes(token_id)), _finite(value))
         return top
 
-    def _text(self, token_id: int) -> str:
-        return self._tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+
+def _known(output: RequestOutput) -> tuple[TokenLogprobs, ...]:
+    return tuple(one for one in output.prompt_logprobs or () if one is not None)
 
 
-def _by_id(position: TokenLogprobs | None, tokenizer: Tokenizer) -> Fields | None:
-    """Return the log-probabilities of a prompt token by token id."""
-    if position is None:
-        return None
-    return {
-        "logprob": _finite(position.logprob),
-        "top_logprobs": [
-            {
-                "token_id": token_id,
-                "token": tokenizer.token_bytes(token_id).decode("utf-8", errors="replace"),
-                "logprob": _finite(value),
-            }
-            for token_id, value in position.top
-        ],
-    }
+def _text(data: bytes) -> str:
+    """Return a token as text; as OpenAI's API does, its bytes where it is no text by itself."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _finite(value: float) -> float:

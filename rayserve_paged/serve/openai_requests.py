@@ -1,11 +1,12 @@
 """Turns the body of an OpenAI request into prompts, sampling parameters and options."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
 from rayserve_paged.core.errors import InvalidInputError
-from rayserve_paged.core.retention import DEFAULT_PRIORITY, RetentionRange
+from rayserve_paged.core.retention import DEFAULT_PRIORITY, MAX_RANGES, RetentionRange
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.prompts import Prompt
 from rayserve_paged.request_options import RequestOptions
@@ -37,6 +38,23 @@ _SAME_NAME: Final = (
 )
 """Fields that mean here what they mean in `SamplingParams`; null is the default."""
 
+_RAYSERVE: Final = {
+    "tenant_salt": "rayserve.salt",
+    "deadline_s": "rayserve.deadline_s",
+    "priority": "rayserve.priority",
+    "retention": "rayserve.retention",
+    "window": "rayserve.window",
+    "num_sink_tokens": "rayserve.num_sink_tokens",
+}
+_COMPLETION_NAMES: Final = {**_RAYSERVE, "prompt_token_ids": "prompt"}
+_CHAT_NAMES: Final = {
+    **_RAYSERVE,
+    "prompt": "messages",
+    "prompt_token_ids": "messages",
+    "logprobs": "top_logprobs",
+}
+"""What fields of the Python API are called in a body."""
+
 _COMPLETION_MAX_TOKENS: Final = 16
 """Where a completion does not say; OpenAI's own default."""
 
@@ -52,6 +70,8 @@ class Ask:
         echoes: Whether the prompt stands before each answer.
         scores_prompt: Whether its log-probabilities stand there too.
         hides_output: Whether the prompt is all that is wanted.
+        num_prompt_top: Most likely tokens to list with each prompt token, apart from an echo; None
+            for no such list.
     """
 
     prompts: tuple[Prompt, ...]
@@ -60,6 +80,23 @@ class Ask:
     echoes: bool = False
     scores_prompt: bool = False
     hides_output: bool = False
+    num_prompt_top: int | None = None
+
+
+@contextlib.contextmanager
+def named_as_in(body: CompletionRequest | ChatCompletionRequest) -> Iterator[None]:
+    """Have refusals name the fields as the body does."""
+    names = dict(_COMPLETION_NAMES)
+    if isinstance(body, ChatCompletionRequest):
+        names = dict(_CHAT_NAMES)
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+    try:
+        yield
+    except InvalidInputError as error:
+        name, bracket, rest = error.field.partition("[")
+        error.field = f"{names.get(name, name)}{bracket}{rest}"
+        raise
 
 
 def completion_ask(body: CompletionRequest, max_prompts: int) -> Ask:
@@ -83,8 +120,8 @@ def completion_ask(body: CompletionRequest, max_prompts: int) -> Ask:
     scores_prompt = bool(body.echo) and body.logprobs is not None
     if body.logprobs is not None:
         fields["logprobs"] = body.logprobs
-        if scores_prompt and body.prompt_logprobs is None:
-            fields["prompt_logprobs"] = body.logprobs
+        if scores_prompt:
+            fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return Ask(
         prompts,
         SamplingParams(**fields),
@@ -92,6 +129,7 @@ def completion_ask(body: CompletionRequest, max_prompts: int) -> Ask:
         echoes=bool(body.echo),
         scores_prompt=scores_prompt,
         hides_output=hides_output,
+        num_prompt_top=body.prompt_logprobs,
     )
 
 
@@ -103,21 +141,18 @@ def chat_ask(body: ChatCompletionRequest) -> Ask:
     """
     _check_stream(body)
     fields = _sampling(body)
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
-        accepted = "nothing where max_completion_tokens is given"
-        raise InvalidInputError("max_tokens", body.max_tokens, accepted)
     asked = body.max_completion_tokens
-    if asked is not None and asked < 1:
-        raise InvalidInputError("max_completion_tokens", asked, "an integer of at least 1, or null")
+    if asked is not None and body.max_tokens is not None:
+        accepted = f"nothing beside max_tokens={body.max_tokens}, its older name"
+        raise InvalidInputError("max_completion_tokens", asked, accepted)
     fields["max_tokens"] = body.max_tokens if asked is None else asked
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
-        if body.top_logprobs is not None and body.top_logprobs < 0:
-            raise InvalidInputError("top_logprobs", body.top_logprobs, "an integer from 0 to 20")
     elif body.top_logprobs is not None:
         raise InvalidInputError("top_logprobs", body.top_logprobs, "nothing without logprobs: true")
     prompt: Prompt = {"messages": chat_messages(body.messages)}
-    return Ask((prompt,), SamplingParams(**fields), _options(body.rayserve))
+    params, options = SamplingParams(**fields), _options(body.rayserve)
+    return Ask((prompt,), params, options, num_prompt_top=body.prompt_logprobs)
 
 
 def chat_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
@@ -143,9 +178,8 @@ def _prompts(
         return (prompt,)
     if not prompt:
         raise InvalidInputError("prompt", prompt, "a text, token ids, or at least one of either")
-    if isinstance(prompt[0], int):
-        return (prompt,)
-    prompts = tuple(cast("Sequence[Prompt]", prompt))
+    several = cast("Sequence[Prompt]", [prompt] if isinstance(prompt[0], int) else prompt)
+    prompts = tuple(several)
     if len(prompts) > max_prompts:
         raise InvalidInputError("prompt", f"{len(prompts)} prompts", f"at most {max_prompts}")
     return prompts
@@ -179,6 +213,9 @@ def _biases(bias: dict[str, float]) -> dict[int, float]:
 
 
 def _options(fields: RayserveFields) -> RequestOptions:
+    if len(fields.retention) > MAX_RANGES:
+        accepted = f"at most {MAX_RANGES}"
+        raise InvalidInputError("retention", f"{len(fields.retention)} ranges", accepted)
     retention = tuple(
         RetentionRange(
             one.start,

@@ -34,8 +34,11 @@ class RetentionFields(_Body):
 class RayserveFields(_Body):
     """How a request is served: what the OpenAI API has no words for."""
 
-    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_LENGTH)] | None = None
-    """Unique among the live requests that one ingress has of the tenant."""
+    request_id: (
+        Annotated[str, Field(min_length=1, max_length=MAX_ID_LENGTH, pattern=r"^[!-~]+$")] | None
+    ) = None
+    """Printable ASCII without spaces, unique among the live requests that one ingress has of the
+    tenant."""
     priority: int | None = None
     """Lower is served first."""
     salt: Annotated[str, Field(min_length=1, max_length=MAX_ID_LENGTH)] | None = None
@@ -90,7 +93,11 @@ class _Sampling(_Body):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
-    """Accepted, and without effect; tenants are told apart by their keys."""
+    """Accepted, and without effect, as are the next three; tenants are told apart by their keys."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    """Prefixes are found by their tokens."""
+    service_tier: str | None = None
     metadata: dict[str, Any] | None = None
     """Accepted, and without effect."""
     top_k: int | None = None
@@ -214,8 +221,30 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class IdLogprob(BaseModel):
+    """A token by its id."""
+
+    token_id: int
+    token: str
+    logprob: float
+
+
+class PromptLogprob(BaseModel):
+    """A prompt token, and the most likely ones in its place."""
+
+    logprob: float
+    top_logprobs: list[IdLogprob]
+
+
+PromptLogprobs = list[PromptLogprob | None] | None
+"""Where `prompt_logprobs` asks for them; None for the first token."""
+
+
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of a text, token by token."""
+    """Log-probabilities of a text, token by token.
+
+    A token that is only a part of a character reads as its bytes: `bytes:\\xe2\\x82`.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -232,6 +261,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    prompt_logprobs: PromptLogprobs = None
 
 
 class Completion(BaseModel):
@@ -279,6 +309,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    prompt_logprobs: PromptLogprobs = None
 
 
 class ChatCompletion(BaseModel):

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Final
 
 from rayserve_paged.core.errors import (
@@ -18,8 +18,9 @@ from rayserve_paged.front_end import FrontEnd
 from rayserve_paged.generation import Job
 from rayserve_paged.model.tokenizer import Tokenizer
 from rayserve_paged.outputs import RequestOutput, StreamChunk
+from rayserve_paged.prompts import Prompt
 from rayserve_paged.request_options import RequestOptions
-from rayserve_paged.serve.http_errors import HttpError
+from rayserve_paged.serve.http_errors import HttpError, shown_value
 from rayserve_paged.serve.openai_requests import Ask
 from rayserve_paged.serve.serve_config import EndpointConfig
 
@@ -83,7 +84,8 @@ class Service:
             HttpError: There is no such model.
         """
         if name is not None and name != self.config.model_name:
-            message = f"the model {name!r} does not exist; {self.config.model_name!r} is served"
+            served = shown_value(self.config.model_name)
+            message = f"model={shown_value(name)} does not exist: expected {served}"
             raise HttpError(404, message, param="model", code="model_not_found")
 
     async def prepare(self, ask: Ask, *, streaming: bool) -> Submission:
@@ -94,7 +96,7 @@ class Service:
         """
         request_id = ask.options.request_id or secrets.token_hex(12)
         options = self._options(ask.options)
-        num_chars = sum(len(p) if isinstance(p, str) else len(str(p)) for p in ask.prompts)
+        num_chars = sum(_num_chars(prompt) for prompt in ask.prompts)
         if num_chars > _LONG_TEXT:
             jobs = await asyncio.to_thread(self._jobs, ask, request_id, options, streaming)
         else:
@@ -147,7 +149,7 @@ class Service:
             )
         self._num_live += len(jobs)
         try:
-            source = self._several(jobs) if len(jobs) > 1 else self._single(jobs[0])
+            source = self._single(*jobs) if len(jobs) == 1 else self._several(jobs)
             async with contextlib.aclosing(source) as batches:
                 async for batch in batches:
                     yield batch
@@ -229,3 +231,10 @@ class Service:
     async def close(self) -> None:
         """Cancel what is open; its streams end with an error."""
         await self._front_end.close()
+
+
+def _num_chars(prompt: Prompt) -> int:
+    """Return about how much there is to tokenize or to check."""
+    if isinstance(prompt, Mapping):
+        return sum(len(message["content"]) for message in prompt["messages"])
+    return len(prompt)

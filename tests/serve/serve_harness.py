@@ -69,7 +69,8 @@ def wait_until_gone(config: EndpointConfig) -> None:
 def controller_pid(config: EndpointConfig) -> int:
     namespace = namespace_of(config.deployment().name)
     controller: Any = ray.get_actor(CONTROLLER_NAME, namespace=namespace)
-    return ray.get(controller.status.remote()).pid
+    status: Any = ray.get(controller.status.remote())
+    return status.pid
 
 
 def rank_pids(config: EndpointConfig) -> list[int]:

@@ -174,17 +174,14 @@ def test_b95_nothing_of_an_endpoint_listens_beyond_loopback(serve_port: int) -> 
     start(config)
     own = psutil.Process()
     family = {own.pid, *(child.pid for child in own.children(recursive=True))}
-    listening = [
-        (connection.laddr, psutil.Process(connection.pid).name())
+    listening = {
+        (*connection.laddr, psutil.Process(connection.pid).name())
         for connection in psutil.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN and connection.pid in family
-    ]
-    assert any(address.port == serve_port for address, _ in listening)
-    open_to_all = [
-        (address, name)
-        for address, name in listening
-        if address.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-    ]
+    }
+    assert any(port == serve_port for _, port, _ in listening)
+    loopback = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+    open_to_all = [one for one in listening if one[0] not in loopback]
     assert open_to_all == []
     stop(config)
     assert actors_of(config.deployment().name) == []
