@@ -77,6 +77,9 @@ def _not_an_object(body: object) -> HttpError:
     if isinstance(body, bytes):
         message = "the request body is not marked as JSON: expected Content-Type: application/json"
         return HttpError(415, message, code="unsupported_media_type")
+    if isinstance(body, dict):
+        message = "the request body has a name that is no text: expected no lone surrogates"
+        return HttpError(400, message)
     return HttpError(400, f"the request body is {shown_value(body)}: expected a JSON object")
 
 

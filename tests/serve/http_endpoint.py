@@ -1,8 +1,12 @@
 """An endpoint of the fingerprint model for tests, whose steps can be held, and its ledger."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
+import http.client
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -17,6 +21,7 @@ import torch
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.controller_messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.stream_messages import Delivery
 from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.load_config import load_config_as
 from rayserve_paged.model.fingerprint import oracle
@@ -66,9 +71,12 @@ class ScriptedTokenizer(ByteTokenizer):
 
 
 class WatchedShell(InProcessShell):
-    """Counts what is withdrawn, and raises on the submission of one prompt."""
+    """Counts what is submitted, polled and withdrawn, and raises on the submission of one prompt."""
 
     num_submitted = 0
+    num_polls_begun = 0
+    num_polls = 0
+    """That wait for an answer."""
     num_withdrawn = 0
     poisoned_prompt: bytes | None = None
 
@@ -77,6 +85,18 @@ class WatchedShell(InProcessShell):
             raise ValueError("poisoned request")
         self.num_submitted += 1
         return await super().submit(message)
+
+    async def poll(self, *args: Any, **kwargs: Any) -> Delivery:  # noqa: ANN401
+        answer = asyncio.ensure_future(super().poll(*args, **kwargs))
+        try:
+            await asyncio.sleep(0)
+            # From here on the replica has the poll.
+            self.num_polls += 1
+            self.num_polls_begun += 1
+            return await answer
+        finally:
+            self.num_polls -= 1
+            answer.cancel()
 
     async def cancel(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         await super().cancel(*args, **kwargs)
@@ -90,6 +110,7 @@ class Endpoint:
         self.url = url
         self.shell = shell
         self.tokenizer = tokenizer
+        self._num_polls_seen = 0
         self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
         self.client = openai.OpenAI(
             base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S
@@ -145,6 +166,19 @@ class Endpoint:
         assert lines[-2:] == ["data: [DONE]", ""]
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if line]
 
+    def step(self, gate: Gate, num_steps: int = 1) -> None:
+        """Let the next steps run, whose tokens are delivered at once."""
+        for _ in range(num_steps):
+            wait_for(lambda: gate.num_waiting and self._is_polled(), "a step and a poll wait")
+            self._num_polls_seen = self.shell.num_polls_begun
+            num_before = gate.num_steps
+            gate.allow()
+            wait_for(lambda n=num_before: gate.num_steps > n, "the step runs")
+
+    def _is_polled(self) -> bool:
+        """Whether a poll waits that no step has answered."""
+        return self.shell.num_polls > 0 and self.shell.num_polls_begun > self._num_polls_seen
+
     def ledger(self) -> Accounting:
         (ledger,) = dict(asyncio.run(self.shell.accounting())).values()
         return ledger
@@ -158,6 +192,58 @@ class Endpoint:
 
     def wait_for_blocks(self) -> None:
         wait_for(self.all_blocks_are_back, "all blocks are back")
+
+
+class Stream:
+    """A stream of one connection, whose client reads and leaves when it likes.
+
+    Nothing is waited for until something is read.
+    """
+
+    def __init__(self, endpoint: Endpoint, path: str = "/v1/completions", **fields: object) -> None:
+        self._connection = http.client.HTTPConnection(*endpoint.address, timeout=PATIENCE_S)
+        content = json.dumps(body(**{"stream": True, **fields}))
+        self._connection.request("POST", path, content, JSON)
+        self._response: http.client.HTTPResponse | None = None
+
+    @property
+    def response(self) -> http.client.HTTPResponse:
+        """Of which the head has been read."""
+        if self._response is None:
+            self._response = self._connection.getresponse()
+        return self._response
+
+    def event(self) -> Body | None:
+        """Read the next event; None for [DONE]."""
+        line = self.response.readline()
+        assert line.startswith(b"data: "), line
+        assert self.response.readline() == b"\n"
+        data = line.removeprefix(b"data: ").strip()
+        return None if data == b"[DONE]" else json.loads(data)
+
+    def texts(self, num_events: int) -> list[str]:
+        """Read events with a choice each, and return their texts."""
+        events = [self.event() for _ in range(num_events)]
+        return [event["choices"][0]["text"] for event in events if event is not None]
+
+    def rest(self) -> list[Body]:
+        """Read all that follows, up to a [DONE]."""
+        events = []
+        while (event := self.event()) is not None:
+            events.append(event)
+        assert self.response.read() == b""
+        self.leave()
+        return events
+
+    def leave(self) -> None:
+        """Close the connection, whatever is still to come."""
+        if self._connection.sock is not None:
+            # Whoever else holds the descriptor, the server hears of it.
+            with contextlib.suppress(OSError):
+                self._connection.sock.shutdown(socket.SHUT_RDWR)
+        if self._response is not None:
+            self._response.close()
+        self._connection.close()
 
 
 JSON = {"content-type": "application/json"}
@@ -202,19 +288,20 @@ class Gate:
     Attributes:
         num_sampled: Tokens drawn so far, by the seed of their request.
         num_waiting: Step loops that wait now.
+        num_steps: Steps that were let through.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_allowed: int | None = None
         self.num_waiting = 0
+        self.num_steps = 0
         self.num_sampled: Counter[int | None] = Counter()
         self.poisoned_seed: int | None = None
 
-    def close(self, num_allowed: int = 0) -> None:
-        """Hold the steps after so many more."""
+    def close(self) -> None:
         with self._changed:
-            self._num_allowed = num_allowed
+            self._num_allowed = 0
 
     def allow(self, num_steps: int = 1) -> None:
         with self._changed:
@@ -232,6 +319,7 @@ class Gate:
             self.num_waiting += 1
             self._changed.wait_for(lambda: self._num_allowed != 0, PATIENCE_S)
             self.num_waiting -= 1
+            self.num_steps += 1
             if self._num_allowed is not None:
                 self._num_allowed -= 1
             self.num_sampled.update(row.params.seed for row in rows)

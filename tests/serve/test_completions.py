@@ -12,7 +12,7 @@ from http_endpoint import (
     VOCAB_SIZE,
     Endpoint,
     Gate,
-    body,
+    Stream,
     endpoint_of,
     greedy,
     greedy_ids,
@@ -472,59 +472,47 @@ def test_a_request_over_the_pool_has_openais_code() -> None:
         assert refused.value.param == "max_tokens"
 
 
-def test_an_overload_is_a_503_after_which_the_client_tries_again(gate: Gate) -> None:
+def test_an_overload_is_a_503_after_which_the_client_tries_again(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"batch.max_num_seqs": 1, "batch.max_num_waiting": 0}
     with endpoint_of(settings) as endpoint:
-        gate.close(1)
-        with endpoint.http.stream(
-            "POST",
-            "/v1/completions",
-            json=body(prompt="x", max_tokens=3, stream=True),
-        ) as first:
-            assert first.status_code == 200
-            with pytest.raises(openai.InternalServerError) as refused:
-                create(endpoint, prompt="y")
-            assert (refused.value.status_code, refused.value.code) == (503, "overloaded")
-            assert int(refused.value.response.headers["retry-after"]) >= 1
-            with pytest.raises(openai.InternalServerError):
-                create(endpoint, prompt="y", stream=True)
-            waits: list[float] = []
-            patient = endpoint.client.with_options(max_retries=3)
+        gate.close()
+        first = Stream(endpoint, prompt="x", max_tokens=3)
+        endpoint.step(gate)
+        assert first.response.status == 200
+        with pytest.raises(openai.InternalServerError) as refused:
+            create(endpoint, prompt="y")
+        assert (refused.value.status_code, refused.value.code) == (503, "overloaded")
+        after_s = int(refused.value.response.headers["retry-after"])
+        assert after_s >= 1
+        with pytest.raises(openai.InternalServerError):
+            create(endpoint, prompt="y", stream=True)
+        slept: list[float] = []
 
-            def wait(_client: object, seconds: float) -> None:
-                waits.append(seconds)
-                gate.open()
-                first.read()
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            gate.open()
+            first.rest()
+            endpoint.wait_for_blocks()
 
-            patient._sleep_for_retry = wait_instead(patient, wait)  # type: ignore[method-assign]
-            answer = patient.completions.create(
-                model=MODEL, prompt="y", max_tokens=3, temperature=0
-            )
+        monkeypatch.setattr("openai._base_client.time.sleep", sleep)
+        patient = endpoint.client.with_options(max_retries=1)
+        answer = patient.completions.create(model=MODEL, prompt="y", max_tokens=3, temperature=0)
         assert answer.choices[0].text == greedy("y", 3)
-        assert len(waits) == 1
-
-
-def wait_instead(client: openai.OpenAI, wait: Any) -> Any:  # noqa: ANN401
-    """What takes the place of the client's sleep: the seconds that it would have slept."""
-
-    def sleep(*, retries_taken: int, max_retries: int, options: Any, response: Any) -> None:  # noqa: ANN401
-        remaining = max_retries - retries_taken
-        headers = response.headers if response is not None else None
-        wait(client, client._calculate_retry_timeout(remaining, options, headers))
-
-    return sleep
+        assert slept == [after_s]
 
 
 def test_an_ingress_has_so_many_requests_open_and_no_more(gate: Gate) -> None:
     with endpoint_of({"serve.max_live_requests": 2}) as endpoint:
-        gate.close(1)
-        fields = {"model": MODEL, "prompt": ["x", "y"], "max_tokens": 3, "stream": True}
-        with endpoint.http.stream("POST", "/v1/completions", json=fields) as first:
-            assert first.status_code == 200
-            with pytest.raises(openai.InternalServerError, match="2 requests are open here"):
-                create(endpoint, prompt="z")
-            gate.open()
-            first.read()
+        gate.close()
+        first = Stream(endpoint, prompt=["x", "y"], max_tokens=3)
+        endpoint.step(gate)
+        assert first.response.status == 200
+        with pytest.raises(openai.InternalServerError, match="2 requests are open here"):
+            create(endpoint, prompt="z")
+        gate.open()
+        first.rest()
         # The third of three does not fit either, and then none is submitted.
         with pytest.raises(openai.InternalServerError, match="0 requests are open here"):
             create(endpoint, prompt=["x", "y", "z"])
