@@ -71,7 +71,7 @@ class ScriptedTokenizer(ByteTokenizer):
 
 
 class WatchedShell(InProcessShell):
-    """Counts what is submitted, polled and withdrawn, and raises on the submission of one prompt."""
+    """Counts what is submitted, polled and withdrawn; raises on the submission of one prompt."""
 
     num_submitted = 0
     num_polls_begun = 0
@@ -111,6 +111,7 @@ class Endpoint:
         self.shell = shell
         self.tokenizer = tokenizer
         self._num_polls_seen = 0
+        self.streams: list[Stream] = []
         self.http = httpx.Client(base_url=url, timeout=PATIENCE_S)
         self.client = openai.OpenAI(
             base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S
@@ -122,6 +123,8 @@ class Endpoint:
         self.shell.poisoned_prompt = None
 
     def close(self) -> None:
+        for stream in self.streams:
+            stream.leave()
         self.http.close()
         self.client.close()
 
@@ -205,6 +208,7 @@ class Stream:
         content = json.dumps(body(**{"stream": True, **fields}))
         self._connection.request("POST", path, content, JSON)
         self._response: http.client.HTTPResponse | None = None
+        endpoint.streams.append(self)
 
     @property
     def response(self) -> http.client.HTTPResponse:
