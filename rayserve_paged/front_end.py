@@ -23,6 +23,7 @@ from rayserve_paged.core.sampling_params import MAX_SEED, SamplingParams
 from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.deployment import Deployment
 from rayserve_paged.generation import Generation, Job
+from rayserve_paged.model.grammar_checker import GrammarChecker
 from rayserve_paged.model.tokenizer import Tokenizer
 from rayserve_paged.outputs import DeploymentAccounting, Pin, RequestOutput, StreamChunk
 from rayserve_paged.prompts import Prompt, tokenize
@@ -50,6 +51,8 @@ class FrontEnd:
     ) -> None:
         self._deployment = deployment
         self._tokenizer = tokenizer
+        limits = deployment.limits
+        self._grammars = GrammarChecker(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self._consumer_id = ConsumerId(secrets.token_hex(4))
         self._loop = ConsumerLoop(deployment, self._consumer_id, recovery)
         self._live: dict[str, Generation] = {}
@@ -105,6 +108,10 @@ class FrontEnd:
             retention=options.retention,
         )
         admitted = admit(request, self._deployment.limits)
+        if admitted.params.grammar is not None:
+            # It may take seconds, so that all that is cheap has been checked before.
+            checked = self._grammars.checked(admitted.params)
+            admitted = dataclasses.replace(admitted, params=checked)
         return Job(options.request_id or private_id, text, admitted, shows_logprobs)
 
     async def stream(self, job: Job) -> AsyncGenerator[StreamChunk, None]:
@@ -268,6 +275,7 @@ class FrontEnd:
     async def close(self) -> None:
         """Cancel what is open; streams that are read raise RequestFailedError."""
         await self._loop.close()
+        self._grammars.close()
 
 
 def _reason(error: BaseException) -> str:

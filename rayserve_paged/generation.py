@@ -41,8 +41,9 @@ class _Sample:
         # The tokens of a beam come all at once, and always with their log-probabilities.
         self._is_beam = params.beam_width is not None
         self._has_logprobs = params.logprobs is not None or self._is_beam
+        is_free = params.grammar is None
         self._detokenizer = Detokenizer(
-            tokenizer.token_bytes,
+            tokenizer.token_bytes if is_free else tokenizer.grammar_bytes,
             params.stop,
             params.min_tokens,
             includes_stop=params.include_stop_str_in_output,

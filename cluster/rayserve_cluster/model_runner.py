@@ -27,6 +27,7 @@ from rayserve_paged.model.build import StepModel
 from rayserve_paged.model.host_batch import HostBatch
 from rayserve_paged.model.prompt_scorer import PromptScorer
 from rayserve_paged.model.row_content import RowContent
+from rayserve_paged.model.row_grammar import GrammarMatchers, RowGrammar
 from rayserve_paged.model.sampler import Sampler
 from rayserve_paged.model.sampling_row import LogitEdits, SamplingRow
 from rayserve_paged.model.step_batch import StepBatch
@@ -53,6 +54,7 @@ class ModelRunner:
         max_num_seqs: Rows.
         max_model_len: Most tokens of one sequence, which bounds its block table.
         sampler: Chooses tokens; used on rank 0 alone.
+        matchers: For rows whose output follows a grammar; on rank 0 alone.
         find_shared_prefixes: Tells which sequences of a step had better read their first blocks
             together; None where what attends reads each sequence by itself.
         with_graphs: Stage what steps need in pinned memory, and replay steps of decoding from
@@ -67,12 +69,14 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         sampler: Sampler | None = None,
+        matchers: GrammarMatchers | None = None,
         find_shared_prefixes: FindSharedPrefixes | None = None,
         with_graphs: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
         self._sampler = Sampler() if sampler is None else sampler
+        self._matchers = matchers
         self.max_num_seqs = max_num_seqs
         self._block_size = pool.layout.block_size
         self._layer_windows = tuple(group.window for group in model.spec.layer_groups)
@@ -90,6 +94,8 @@ class ModelRunner:
         self._edits: list[LogitEdits | None] = [None] * max_num_seqs
         # Of the rows with penalties; on rank 0 alone.
         self._counts: dict[int, TokenCounts] = {}
+        # Of the rows with a grammar; on rank 0 alone.
+        self._grammars: dict[int, RowGrammar] = {}
         # Of the rows that have an adapter or attached content.
         self._contents: dict[int, RowContent] = {}
         # Of the step that was run last; on rank 0 alone.
@@ -155,8 +161,10 @@ class ModelRunner:
             params = self._params[row]
             assert params is not None, "a row is started before it samples"
             eos = self.model.spec.eos_token_ids
-            counts, edits = self._counts.get(row), self._edits[row]
-            sampling_rows.append(SamplingRow(params, position, eos, sibling, counts, edits))
+            counts, grammar = self._counts.get(row), self._grammars.get(row)
+            sampling_rows.append(
+                SamplingRow(params, position, eos, sibling, counts, grammar, self._edits[row])
+            )
         if len(logits) < len(rows):
             # Siblings that are about to be forked draw from the same logits.
             sampling, each = np.unique(indices, return_inverse=True)
@@ -180,15 +188,15 @@ class ModelRunner:
         return PromptScorer(plan.scored.targets.tolist(), counts, vocab_size)
 
     def _count(self, plan: StepPlan) -> None:
-        """Count what a step computed beyond the history that its rows started with."""
-        if not self._counts:
+        """Note what a step computed beyond the history that its rows started with."""
+        if not self._counts and not self._grammars:
             return
         ends = np.cumsum(plan.num_tokens)
         fields = (plan.rows, plan.num_computed, ends - plan.num_tokens, ends)
         for row, position, first, end in zip(*(field.tolist() for field in fields), strict=True):
-            counts = self._counts.get(row)
-            if counts is not None:
-                counts.extend(position, plan.token_ids[first:end])
+            for known in (self._counts.get(row), self._grammars.get(row)):
+                if known is not None:
+                    known.extend(position, plan.token_ids[first:end])
 
     def _sample_each(
         self, logits: torch.Tensor, rows: list[SamplingRow]
@@ -222,9 +230,7 @@ class ModelRunner:
             self._set_windows(start)
             self._params[row] = start.params
             self._edits[row] = LogitEdits.of(start.params, self.model.spec.eos_token_ids)
-            self._counts.pop(row, None)
-            if start.history is not None:
-                self._counts[row] = TokenCounts(start.history, start.num_prompt_tokens)
+            self._start_history(start)
             self._num_prompt_tokens[row] = start.num_prompt_tokens
             self._contents.pop(row, None)
             if start.adapter is not None or start.attachments:
@@ -239,6 +245,19 @@ class ModelRunner:
         places = self._table_lens[rows] + np.arange(len(rows)) - np.repeat(first, counts)
         self._tables[rows, places] = plan.append_blocks[order]
         self._table_lens[unique] += counts.astype(np.int32)
+
+    def _start_history(self, start: RowStart) -> None:
+        self._counts.pop(start.row, None)
+        self._grammars.pop(start.row, None)
+        if start.history is None:
+            return
+        params, num_prompt = start.params, start.num_prompt_tokens
+        if params.has_penalties:
+            self._counts[start.row] = TokenCounts(start.history, num_prompt)
+        if params.grammar is not None and self._matchers is not None:
+            self._grammars[start.row] = RowGrammar(
+                self._matchers, params, start.history, num_prompt
+            )
 
     def _set_windows(self, start: RowStart) -> None:
         for group, layers in enumerate(self._layer_windows):

@@ -37,9 +37,12 @@ from rayserve_paged.core.replica_messages import RegisterReplica, ReplicaReport
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.load_config import user_cache_dir
 from rayserve_paged.model.build import TORCH_DTYPES, build_model
+from rayserve_paged.model.grammar_compiler import grammar_vocabulary
 from rayserve_paged.model.loader import resolve_model
 from rayserve_paged.model.parallel import deal_heads
+from rayserve_paged.model.row_grammar import GrammarMatchers
 from rayserve_paged.model.spec import ModelSpec
+from rayserve_paged.model.tokenizer import load_tokenizer
 
 _FIRST_TERM = Term(0)
 
@@ -113,12 +116,18 @@ def start_rank(
         group.connect(store, name, config.timeouts.start_timeout_s)
     _check_agreement(group, backend.numerics)
     num_blocks = group.smallest(num_blocks)
+    spec = source.spec
+
+    def load_vocabulary() -> list[bytes]:
+        return grammar_vocabulary(load_tokenizer(source), spec.vocab_size, spec.eos_token_ids)
+
     runner = ModelRunner(
         model,
         # Graphs have a block for padding, which the replica does not know of.
         layout.allocate(num_blocks + with_graphs, device),
         max_num_seqs=config.batch.max_num_seqs,
         max_model_len=max_model_len,
+        matchers=GrammarMatchers(load_vocabulary, spec.eos_token_ids) if group.rank == 0 else None,
         find_shared_prefixes=_find_shared_prefixes(config, source.spec, group, backend, layout),
         with_graphs=with_graphs,
     )

@@ -35,6 +35,7 @@ from rayserve_paged.core.config import (
     TimeoutConfig,
 )
 from rayserve_paged.core.ids import Incarnation, ReplicaId, Term
+from rayserve_paged.core.output_grammar import Grammar
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.core.token_ids import TokenIds
 
@@ -86,7 +87,7 @@ _MESSAGES: Mapping[str, Callable[..., object]] = {
     )
     for name, kind in vars(module).items()
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-} | {kind.__name__: kind for kind in (ReplicaStart, ControllerStart)}
+} | {kind.__name__: kind for kind in (ReplicaStart, ControllerStart, Grammar)}
 _ERRORS = {
     name: kind
     for name, kind in vars(errors).items()

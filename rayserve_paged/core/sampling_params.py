@@ -8,6 +8,7 @@ from rayserve_paged.core.beam_params import MAX_BEAM_WIDTH, MAX_LENGTH_PENALTY, 
 from rayserve_paged.core.beam_search import EarlyStopping
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.field_checks import check_integer, check_number
+from rayserve_paged.core.output_grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_SIBLINGS = 128
@@ -72,6 +73,9 @@ class SamplingParams:
             0 for the chosen token's alone, None for none.
         prompt_logprobs: The same for each prompt token but the first, from the model's logits
             before it. The prompt is then computed whole, whatever of it is cached.
+        grammar: What the text of each output must be, of which tokens are chosen that go on with
+            it and, where it is whole, ids that end the output; None for any text. Goes without
+            `beam_width` and without `min_tokens`.
 
     Raises:
         InvalidInputError: Naming the field, the value and what would be accepted.
@@ -100,6 +104,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         """Check every field, and make tuples of those that hold several values."""
@@ -136,6 +141,7 @@ class SamplingParams:
         for field, value in normal.items():
             object.__setattr__(self, field, value)
         check_beams(self)
+        self._check_grammar()
         if self.beam_width is not None:
             object.__setattr__(self, "temperature", 0.0)
 
@@ -159,6 +165,11 @@ class SamplingParams:
         )
 
     @property
+    def needs_history(self) -> bool:
+        """Whether the choice of a token depends on those before it by more than the logits."""
+        return self.has_penalties or self.grammar is not None
+
+    @property
     def biases(self) -> tuple[tuple[int, float], ...]:
         """`logit_bias` as it is kept: (id, bias), in the order of ids."""
         return cast("tuple[tuple[int, float], ...]", self.logit_bias)
@@ -173,6 +184,19 @@ class SamplingParams:
         for field in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidInputError(field, getattr(self, field), "true or false")
+
+    def _check_grammar(self) -> None:
+        grammar = self.grammar
+        if grammar is None:
+            return
+        if not isinstance(grammar, Grammar):
+            raise InvalidInputError("grammar", grammar, "a Grammar, or None")
+        if self.beam_width is not None:
+            accepted = f"None with a {grammar.field}, since a search knows none"
+            raise InvalidInputError("beam_width", self.beam_width, accepted)
+        if self.min_tokens > 1:
+            accepted = f"0 or 1 with a {grammar.field}, which alone says when an output may end"
+            raise InvalidInputError("min_tokens", self.min_tokens, accepted)
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:

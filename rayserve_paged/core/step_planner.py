@@ -283,7 +283,7 @@ class StepPlanner:
         return np.array([block_id or 0 for block_id in table.places()], np.int32)
 
     def _history(self, sequence: SequenceState) -> IntArray | None:
-        if not sequence.request.params.has_penalties:
+        if not sequence.request.params.needs_history:
             return None
         self._batch.sync(sequence)
         return np.array(sequence.tokens, np.int32)

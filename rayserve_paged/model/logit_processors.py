@@ -1,4 +1,4 @@
-"""Changes the logits that tokens are chosen from: bias, penalties, allowed and withheld ids.
+"""Changes the logits that tokens are chosen from: bias, penalties, grammars, allowed and withheld.
 
 The order is vLLM's: first the bias, then the repetition penalty, then frequency and presence. What
 may not be chosen is -inf whatever else is done to it.
@@ -20,6 +20,9 @@ def process_logits(logits: FloatArray, rows: Sequence[SamplingRow]) -> None:
     Args:
         logits: float64 [num_rows, vocab_size], without NaN or +inf.
         rows: What each row of the logits is for; none is refused.
+
+    Raises:
+        ValueError: A row's grammar cannot tell what may follow.
     """
     biased = [index for index, row in enumerate(rows) if len(row.logit_edits.bias_ids)]
     if biased:
@@ -38,6 +41,10 @@ def process_logits(logits: FloatArray, rows: Sequence[SamplingRow]) -> None:
         kept = logits[places]
         logits[[index for index, _ids in allowed]] = -np.inf
         logits[places] = kept
+    for index, row in enumerate(rows):
+        forbidden = None if row.grammar is None else row.grammar.forbidden()
+        if forbidden is not None:
+            np.copyto(logits[index], -np.inf, where=forbidden)
     withheld = [(index, ids) for index, row in enumerate(rows) if len(ids := row.withheld_ids)]
     if withheld:
         logits[_places(withheld)] = -np.inf

@@ -30,11 +30,11 @@ class Sampler:
 
     A random choice depends on the row's logits, parameters and counts and on (seed, sibling,
     output position) alone: the draw is Philox of these, mapped through the inverse cumulative
-    distribution in the order of token ids. First the logits are edited (bias, penalties, allowed
-    and withheld ids), then temperature scales them, then min_p drops tokens, then top_k keeps the
-    k most likely of the rest, then top_p the fewest of these whose share reaches it; of equally
-    likely tokens the lower id is kept and greedy picks it. Log-probabilities are those of the
-    model, before all of this.
+    distribution in the order of token ids. First the logits are edited (bias, penalties, what
+    grammars, allowed and withheld ids leave), then temperature scales them, then min_p drops
+    tokens, then top_k keeps the k most likely of the rest, then top_p the fewest of these whose
+    share reaches it; of equally likely tokens the lower id is kept and greedy picks it.
+    Log-probabilities are those of the model, before all of this.
     """
 
     def sample(

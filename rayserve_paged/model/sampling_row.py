@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.model.row_grammar import RowGrammar
 from rayserve_paged.model.token_counts import TokenCounts
 
 Ids = npt.NDArray[np.int64]
@@ -65,6 +66,7 @@ class SamplingRow:
         eos_token_ids: The model's end-of-sequence ids.
         sibling: Which of the request's parallel samples the choice is for.
         counts: Of the sequence's tokens up to this position, where `params` has penalties.
+        grammar: Where the output is in it, where `params` has one.
         edits: `LogitEdits.of(params, eos_token_ids)`, where it was made before.
         logit_edits: The same, made here where it is not given.
     """
@@ -74,6 +76,7 @@ class SamplingRow:
     eos_token_ids: tuple[int, ...] = ()
     sibling: int = 0
     counts: TokenCounts | None = None
+    grammar: RowGrammar | None = None
     edits: dataclasses.InitVar[LogitEdits | None] = None
     logit_edits: LogitEdits = dataclasses.field(init=False)
 
@@ -103,7 +106,7 @@ class SamplingRow:
             edits.allowed_ids is not None
             or len(edits.bias_ids) > 0
             or len(self.withheld_ids) > 0
-            or self.params.has_penalties
+            or self.params.needs_history
         )
 
     def refusal(self, vocab_size: int) -> str | None:
@@ -120,4 +123,16 @@ class SamplingRow:
                     f"penalties know {self.counts.num_outputs} output tokens "
                     f"at output position {self.output_position}"
                 )
+        return self._grammar_refusal()
+
+    def _grammar_refusal(self) -> str | None:
+        if self.params.grammar is None:
+            return None
+        if self.grammar is None:
+            return "a grammar needs the tokens so far"
+        if self.grammar.num_outputs != self.output_position:
+            return (
+                f"the grammar knows {self.grammar.num_outputs} output tokens "
+                f"at output position {self.output_position}"
+            )
         return None

@@ -31,6 +31,15 @@ class Tokenizer(Protocol):
         """The bytes that a token stands for in an output: none for a special token."""
         ...
 
+    def grammar_bytes(self, token_id: int) -> bytes:
+        """The same in an output that follows a grammar: none for what is no text either."""
+        ...
+
+    @property
+    def spare_end_id(self) -> int | None:
+        """An id that ends such an output where the model has none of its own."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an output: the tokens' bytes, where invalid ones become U+FFFD."""
         ...
@@ -94,6 +103,15 @@ class FileTokenizer:
             found = self._bytes[token_id] = self._compute_bytes(token_id)
         return found
 
+    def grammar_bytes(self, token_id: int) -> bytes:
+        """As `token_bytes`."""
+        return self.token_bytes(token_id)
+
+    @property
+    def spare_end_id(self) -> int | None:
+        """None: a model of language has an end-of-sequence id."""
+        return None
+
     def _compute_bytes(self, token_id: int) -> bytes:
         token: str | None = self._backend.id_to_token(token_id)
         if token is None or token_id in self._special_ids:
@@ -134,6 +152,15 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The byte itself, or the id in angle brackets."""
         return bytes([token_id]) if token_id < 256 else f"<{token_id}>".encode()
+
+    def grammar_bytes(self, token_id: int) -> bytes:
+        """The byte itself; nothing for an id that is no byte."""
+        return bytes([token_id]) if token_id < 256 else b""
+
+    @property
+    def spare_end_id(self) -> int | None:
+        """The first id that is no byte, where there is one."""
+        return 256 if self.vocab_size > 256 else None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an output: the tokens' bytes, where invalid ones become U+FFFD."""
