@@ -168,9 +168,10 @@ def _strict_fault(schema: _Schema) -> str | None:
     if keywords & {"enum", "const"}:
         return _values_fault(schema, keywords)
     types = schema.get("type", [])
-    names = types if isinstance(types, list) else [types]
-    if not all(isinstance(name, str) and name in _OF_TYPE for name in names):
-        return f"a type of {', '.join(_OF_TYPE)}, not {types!r}"
+    given = types if isinstance(types, list) else [types]
+    names = [name for name in given if isinstance(name, str) and name in _OF_TYPE]
+    if names != given:
+        return f"a type of {', '.join(_OF_TYPE)} with strict, not {types!r}"
     known = frozenset[str]().union(*(_OF_TYPE[name] for name in names))
     if unknown := sorted(keywords - known - {"type"}):
         beside = " or ".join(names) or "no type"
@@ -189,7 +190,7 @@ def _values_fault(schema: _Schema, keywords: set[str]) -> str | None:
     names = types if isinstance(types, list) else [types]
     values = schema.get("enum") if "enum" in keywords else [schema["const"]]
     for value in values if isinstance(values, list) else []:
-        if not any(_IS_OF_TYPE.get(str(name), lambda _: False)(value) for name in names):
+        if not any(name in _IS_OF_TYPE and _IS_OF_TYPE[name](value) for name in names):
             return f"with strict values of the type, not {value!r}"
     return None
 
