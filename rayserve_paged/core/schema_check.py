@@ -190,7 +190,7 @@ def _values_fault(schema: _Schema, keywords: set[str]) -> str | None:
     names = types if isinstance(types, list) else [types]
     values = schema.get("enum") if "enum" in keywords else [schema["const"]]
     for value in values if isinstance(values, list) else []:
-        if not any(name in _IS_OF_TYPE and _IS_OF_TYPE[name](value) for name in names):
+        if not any(is_of(value) for name, is_of in _IS_OF_TYPE.items() if name in names):
             return f"with strict values of the type, not {value!r}"
     return None
 

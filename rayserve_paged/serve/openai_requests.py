@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.output_grammar import Grammar
 from rayserve_paged.core.retention import DEFAULT_PRIORITY, MAX_RANGES, RetentionRange
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.prompts import Prompt
@@ -196,6 +197,9 @@ def _sampling(body: CompletionRequest | ChatCompletionRequest) -> dict[str, Any]
     fields = {name: value for name, value in given.items() if value is not None}
     if body.logit_bias is not None:
         fields["logit_bias"] = _biases(body.logit_bias)
+    if body.response_format is not None:
+        asked = body.response_format.model_dump(by_alias=True)
+        fields["grammar"] = Grammar.of_response_format(asked)
     return fields
 
 

@@ -97,7 +97,8 @@ class Service:
         request_id = ask.options.request_id or secrets.token_hex(12)
         options = self._options(ask.options)
         num_chars = sum(_num_chars(prompt) for prompt in ask.prompts)
-        if num_chars > _LONG_TEXT:
+        # A grammar is tried in another process, which may take seconds to start.
+        if num_chars > _LONG_TEXT or ask.params.grammar is not None:
             jobs = await asyncio.to_thread(self._jobs, ask, request_id, options, streaming)
         else:
             jobs = self._jobs(ask, request_id, options, streaming)
