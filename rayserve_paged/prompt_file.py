@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rayserve_paged.core.attachments import Attachment
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.output_grammar import Grammar
 from rayserve_paged.core.retention import RetentionRange
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.prompt_flags import bias_pairs
@@ -19,9 +20,21 @@ if TYPE_CHECKING:
     from rayserve_paged.prompts import Prompt
 
 _PROMPT_FIELDS: Final = ("prompt", "messages", "prompt_token_ids")
-_SAMPLING_FIELDS: Final = tuple(field.name for field in dataclasses.fields(SamplingParams))
+_SAMPLING_FIELDS: Final = tuple(
+    # A line says `response_format` instead.
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name != "grammar"
+)
 _OPTION_FIELDS: Final = tuple(field.name for field in dataclasses.fields(RequestOptions))
-_FIELDS: Final = (*_PROMPT_FIELDS, "attachments", "pin", *_OPTION_FIELDS, *_SAMPLING_FIELDS)
+_FIELDS: Final = (
+    *_PROMPT_FIELDS,
+    "attachments",
+    "pin",
+    "response_format",
+    *_OPTION_FIELDS,
+    *_SAMPLING_FIELDS,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,6 +216,8 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: value for name, value in fields.items() if name in _SAMPLING_FIELDS}
     if isinstance(own.get("logit_bias"), dict):
         own["logit_bias"] = bias_pairs(own["logit_bias"])
+    if "response_format" in fields:
+        own["grammar"] = Grammar.of_response_format(fields["response_format"])
     return own
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rayserve_paged.core.block_identity import Adapter
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.output_grammar import Grammar
 from rayserve_paged.core.retention import RetentionRange
 
 _RANGE = re.compile(r"([0-9]{0,9}):([0-9]{0,9})=([0-9]{1,9})(?:,([0-9.]{1,20}))?")
@@ -55,6 +56,20 @@ def parse_token_ids(flag: str, text: str) -> list[int]:
     except ValueError as error:
         accepted = "token ids with commas between, such as 17,18"
         raise InvalidInputError(flag, text, accepted) from error
+
+
+def parse_response_format(text: str) -> Grammar | None:
+    """Read a value of --response-format.
+
+    Raises:
+        InvalidInputError: It is none.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        accepted = f'JSON such as {{"type": "json_object"}} ({error})'
+        raise InvalidInputError("--response-format", text, accepted) from error
+    return Grammar.of_response_format(value)
 
 
 def parse_retention(texts: Sequence[str]) -> tuple[RetentionRange, ...]:

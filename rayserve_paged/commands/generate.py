@@ -108,6 +108,13 @@ _Logprobs = Annotated[
 _PromptLogprobs = Annotated[
     int | None, _sampling("The same at each position of the prompt but the first.")
 ]
+_ResponseFormat = Annotated[
+    str | None,
+    _sampling(
+        "What outputs must be, in the OpenAI API's form: "
+        '{"type": "json_object"} or {"type": "json_schema", ...}.'
+    ),
+]
 _Priority = Annotated[int | None, _serving("Lower is served first (0).")]
 _Tenant = Annotated[str | None, _serving("Who is charged under --policy weighted-fair.")]
 _TenantSalt = Annotated[
@@ -219,6 +226,7 @@ def generate(
     stop_token_ids: _StopTokenIds = None,
     logprobs: _Logprobs = None,
     prompt_logprobs: _PromptLogprobs = None,
+    response_format: _ResponseFormat = None,
     priority: _Priority = None,
     tenant: _Tenant = None,
     tenant_salt: _TenantSalt = None,
@@ -276,6 +284,7 @@ def generate(
         "stop_token_ids": stop_token_ids,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
+        "grammar": response_format,
     }
     options = {
         "priority": priority,
@@ -346,6 +355,7 @@ def _entries(
     from rayserve_paged.prompt_flags import (
         parse_adapter,
         parse_logit_bias,
+        parse_response_format,
         parse_retention,
         parse_token_ids,
     )
@@ -361,6 +371,8 @@ def _entries(
         if field in sampling:
             flag = "--" + field.replace("_", "-")
             sampling[field] = parse_token_ids(flag, sampling[field])
+    if "grammar" in sampling:
+        sampling["grammar"] = parse_response_format(sampling["grammar"])
     if "retention" in options:
         options["retention"] = parse_retention(options["retention"])
     if "adapter" in options:
