@@ -127,6 +127,7 @@ def test_under_strict_a_schema_that_would_not_be_enforced_is_refused(
 
 @pytest.mark.parametrize("fields", [{"beam_width": 2}, {"min_tokens": 2}, {"grammar": "[a-z]"}])
 def test_what_does_not_go_with_a_grammar_is_refused(fields: dict[str, Any]) -> None:
+    both: dict[str, Any] = {"grammar": Grammar.json_object(), **fields}
     with pytest.raises(InvalidInputError) as caught:
-        SamplingParams(**({"grammar": Grammar.json_object()} | fields))
+        SamplingParams(**both)
     assert caught.value.field in fields

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import re
 from typing import Any
@@ -10,11 +11,17 @@ import jsonschema
 import pytest
 
 from rayserve_paged import LLM, SamplingParams
+from rayserve_paged.core.config import CacheConfig, DeploymentConfig, ModelConfig
 from rayserve_paged.core.errors import InvalidInputError, RequestFailedError
+from rayserve_paged.core.ids import ReplicaId
 from rayserve_paged.core.output_grammar import Grammar
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.front_end import FrontEnd
+from rayserve_paged.generation import Job
+from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.fingerprint import oracle
 from rayserve_paged.model.grammar_checker import GrammarChecker
+from rayserve_paged.model.tokenizer import ByteTokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -123,3 +130,39 @@ def test_a_row_whose_matching_fails_fails_alone(llm: LLM, monkeypatch: pytest.Mo
     )
     with pytest.raises(RequestFailedError, match="ambiguous"):
         llm.generate("x", dataclasses.replace(ambiguous, logit_bias={97: 100.0}))
+
+
+def test_outputs_go_on_with_the_same_tokens_after_a_death(llm: LLM) -> None:
+    expected = [[s.token_ids for s in o.samples] for o in llm.generate(PROMPTS, MANY)]
+    shell = InProcessShell(
+        DeploymentConfig(
+            model=ModelConfig(model="fingerprint"), cache=CacheConfig(block_size=4, num_blocks=256)
+        )
+    )
+    num_tokens: list[int] = []
+
+    async def run() -> list[list[tuple[int, ...]]]:
+        front_end = FrontEnd(shell, ByteTokenizer(1000))
+        jobs = [front_end.prepare(p, params) for p, params in zip(PROMPTS, MANY, strict=True)]
+        num_chunks = itertools.count()
+
+        async def whole(job: Job) -> list[tuple[int, ...]]:
+            async for chunk in front_end.stream(job):
+                num_tokens.append(len(chunk.token_ids))
+                if next(num_chunks) in (12, 90):
+                    shell.kill_replica(ReplicaId("r0"), "a test")
+                if chunk.output is not None:
+                    return [sample.token_ids for sample in chunk.output.samples]
+            raise AssertionError("a stream ends with its output")
+
+        outputs = await asyncio.gather(*map(whole, jobs))
+        await front_end.close()
+        return outputs
+
+    try:
+        assert asyncio.run(run()) == expected
+        incarnations = asyncio.run(shell.replicas())
+        assert incarnations[ReplicaId("r0")] == 2
+    finally:
+        shell.shutdown()
+    assert sum(num_tokens) == sum(len(ids) for output in expected for ids in output)
