@@ -29,7 +29,7 @@ from rayserve_paged.core.errors import (
     ReplicaLostError,
     RequestFailedError,
 )
-from rayserve_paged.core.ids import ConsumerId, RequestId
+from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
 from rayserve_paged.core.open_request import Source
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.stream_update import StreamUpdate
@@ -110,6 +110,11 @@ class ConsumerLoop:
             del self._streams[request_id]
             self._patient.discard(request_id)
             await self._give_up(request_id)
+
+    def place(self, request_id: RequestId) -> tuple[Source | None, Attempt]:
+        """Return where a request is served and as which attempt; (None, 0) where it is not open."""
+        attempt = self._consumer.attempt(request_id)
+        return self._consumer.source(request_id), Attempt(0) if attempt is None else attempt
 
     async def _give_up(self, request_id: RequestId) -> None:
         withdrawal = self._consumer.abandon(request_id)

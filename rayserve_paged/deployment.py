@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from rayserve_paged.core.accounting import Accounting
+from rayserve_paged.core.cluster_view import ClusterView
 from rayserve_paged.core.controller_messages import Placed, Rejected, ReplicaLost, SubmitRequest
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.replica_messages import PinAnswered, PinPrefix, PollTokens, UnpinPrefix
@@ -79,6 +80,15 @@ class Deployment(Protocol):
 
     async def accounting(self) -> tuple[tuple[ReplicaId, Accounting], ...]:
         """Take the ledger of every replica, each at a step's end, ordered by replica id."""
+        ...
+
+    async def cluster_view(self, cell: tuple[ReplicaId, int] | None = None) -> ClusterView:
+        """Take the map of every replica's blocks, each at a step's end, and the latest events.
+
+        Args:
+            cell: A replica and a cell of its map whose holders are wanted: then of this replica
+                alone. None for the maps without.
+        """
         ...
 
     async def reset_cache(self) -> None:

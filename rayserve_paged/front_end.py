@@ -19,6 +19,7 @@ from rayserve_paged.core.errors import (
 from rayserve_paged.core.ids import Attempt, ConsumerId, PinId, RequestId
 from rayserve_paged.core.replica_messages import PinPrefix, UnpinPrefix
 from rayserve_paged.core.request import Request, admit
+from rayserve_paged.core.running_request import RunningRequest
 from rayserve_paged.core.sampling_params import MAX_SEED, SamplingParams
 from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.deployment import Deployment
@@ -237,6 +238,14 @@ class FrontEnd:
         generation.cancel(sibling)
         await self._loop.cancel(generation.job.request.request_id, sibling)
         return True
+
+    def running(self) -> tuple[RunningRequest, ...]:
+        """Return the live requests, in the order in which they came."""
+        now = time.monotonic()
+        return tuple(
+            generation.running(*self._loop.place(generation.job.request.request_id), now)
+            for generation in self._live.values()
+        )
 
     async def accounting(self) -> DeploymentAccounting:
         """Take the ledgers of all replicas."""

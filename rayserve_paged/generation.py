@@ -4,7 +4,9 @@ import dataclasses
 import math
 
 from rayserve_paged.core.errors import InvalidInputError
+from rayserve_paged.core.ids import Attempt, Incarnation, ReplicaId
 from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.running_request import RequestStage, RunningRequest
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.step_messages import TokenLogprobs
 from rayserve_paged.core.stream_update import StreamUpdate
@@ -80,6 +82,10 @@ class _Sample:
         self.finish, self.error = finish, error
 
     @property
+    def num_tokens(self) -> int:
+        return len(self._token_ids)
+
+    @property
     def rank(self) -> tuple[bool, float]:
         """What the best samples have least of."""
         whole = self.finish in (FinishReason.STOP, FinishReason.LENGTH)
@@ -124,7 +130,7 @@ class Generation:
         self._num_cached_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._replica: str | None = None
-        self._submitted_s = 0.0
+        self._submitted_s: float | None = None
 
     def cancel(self, sibling: int | None) -> None:
         """Note that the user cancels a sample; None for all.
@@ -178,6 +184,34 @@ class Generation:
             return FinishReason.ERROR, update.error or "cancelled, though nobody asked"
         return update.finish, None
 
+    def running(
+        self, source: tuple[ReplicaId, Incarnation] | None, attempt: Attempt, now: float
+    ) -> RunningRequest:
+        """Return how far it has come.
+
+        Args:
+            source: Where it is served; None where it is not.
+            attempt: As which attempt.
+            now: Seconds, on the clock of `begin`.
+        """
+        request = self.job.request
+        num_output_tokens = sum(sample.num_tokens for sample in self._samples)
+        stage = RequestStage.DECODE if num_output_tokens else RequestStage.PREFILL
+        most = request.params.max_tokens
+        return RunningRequest(
+            request_id=request.request_id,
+            name=self.job.name,
+            tenant=request.tenant or "",
+            replica=None if source is None else source[0],
+            stage=RequestStage.QUEUED if source is None else stage,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=num_output_tokens,
+            max_output_tokens=None if most is None else most * len(self._samples),
+            age_s=0.0 if self._submitted_s is None else now - self._submitted_s,
+            num_recoveries=attempt,
+        )
+
     def failed(self, reason: str) -> RequestOutput:
         """Return the output of a request that this reason put an end to."""
         for sample in self._samples:
@@ -195,6 +229,7 @@ class Generation:
     def _output(self) -> RequestOutput:
         request, samples = self.job.request, self._samples
         errors = [sample.error for sample in samples if sample.error is not None]
+        began = self._submitted_s
         starts = [s.first_token_s for s in samples if s.first_token_s is not None]
         num_shown = request.params.n
         if num_shown < len(samples):
@@ -208,6 +243,6 @@ class Generation:
             prompt_logprobs=self._all_prompt_logprobs(),
             num_cached_tokens=self._num_cached_tokens,
             replica=self._replica,
-            ttft_s=min(starts) - self._submitted_s if starts else None,
+            ttft_s=min(starts) - began if starts and began is not None else None,
             error=errors[0] if errors else None,
         )

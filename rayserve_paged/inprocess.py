@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Final, assert_never
 
 from rayserve_paged.core.accounting import Accounting
+from rayserve_paged.core.cluster_view import ClusterView, ReplicaView
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller_messages import (
     ControllerEvent,
@@ -32,7 +33,9 @@ from rayserve_paged.core.controller_messages import (
 )
 from rayserve_paged.core.errors import ReplicaLostError
 from rayserve_paged.core.event_log import CONTROLLER, ControllerStart, LoggedStart
+from rayserve_paged.core.holdings import Holdings, block_view
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.recent_events import RecentEvents
 from rayserve_paged.core.replay import new_controller, recorded
 from rayserve_paged.core.replica_messages import (
     PinAnswered,
@@ -79,6 +82,7 @@ class InProcessShell:
             self._log = open_controller_log(config.event_log_dir)
             self._log(LoggedStart(CONTROLLER, start))
         self._take_event = recorded(CONTROLLER, self._controller.handle, self._log)
+        self._events = RecentEvents()
         self._watchers: dict[ConsumerId, set[Future[None]]] = {}
         self._news: dict[ConsumerId, list[ReplicaLost]] = {}
         self._threads: list[threading.Thread] = []
@@ -181,6 +185,25 @@ class InProcessShell:
                 raise answer
         return tuple(ledgers)
 
+    async def cluster_view(self, cell: tuple[ReplicaId, int] | None = None) -> ClusterView:
+        """As `Deployment.cluster_view`; lost replicas have no map."""
+        gangs, number = self._serving(), None
+        if cell is not None:
+            wanted, number = cell
+            gangs = {name: gang for name, gang in gangs.items() if name == wanted}
+        asked = [asyncio.wrap_future(gang.host.holdings()) for gang in gangs.values()]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        replicas = []
+        for (replica_id, gang), answer in zip(gangs.items(), answers, strict=True):
+            if isinstance(answer, Holdings):
+                view = await asyncio.to_thread(block_view, answer, number)
+                replicas.append(ReplicaView(replica_id, gang.incarnation, view))
+            elif not isinstance(answer, ReplicaLostError):
+                raise answer
+        with self._lock:
+            events = self._events.latest(time.monotonic())
+        return ClusterView(self._controller.term, tuple(replicas), events)
+
     async def reset_cache(self) -> None:
         """As `Deployment.reset_cache`; lost replicas have no cache."""
         asked = [asyncio.wrap_future(gang.host.reset_cache()) for gang in self._serving().values()]
@@ -233,7 +256,10 @@ class InProcessShell:
         """
         answer: Placed | Rejected | None = None
         with self._lock:
-            for command in self._take_event(event, time.monotonic()):
+            now = time.monotonic()
+            commands = self._take_event(event, now)
+            self._events.see(event, commands, now)
+            for command in commands:
                 match command:
                     case SendToReplica(replica_id, incarnation, message):
                         gang = self._gang(replica_id, incarnation)

@@ -21,6 +21,7 @@ from rayserve_cluster.launch import remove_deployment
 from rayserve_cluster.placement import num_restarts, replica_ids
 from rayserve_cluster.worker import RankStats
 from rayserve_paged.core.accounting import Accounting
+from rayserve_paged.core.cluster_view import ClusterView, ReplicaView
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller_messages import (
     ControllerCommand,
@@ -50,6 +51,7 @@ from rayserve_paged.core.ids import (
     RequestId,
     Term,
 )
+from rayserve_paged.core.recent_events import RecentEvents
 from rayserve_paged.core.replay import new_controller, recorded
 from rayserve_paged.core.replica_messages import (
     PinAnswered,
@@ -121,6 +123,8 @@ class ControllerActor:
         self._lost: dict[ReplicaId, tuple[Incarnation, str]] = {}
         # What consumers have not asked for yet, since when.
         self._news: dict[ConsumerId, tuple[float, list[ReplicaLost]]] = {}
+        self._events = RecentEvents()
+        self._events.add(time.monotonic(), "controller term", f"term {term} of the controller")
         self._told = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[ModelLimits] | None = None
@@ -248,6 +252,23 @@ class ControllerActor:
             if ledger is not None
         )
 
+    async def cluster_view(self, cell: tuple[ReplicaId, int] | None = None) -> ClusterView:
+        """Return the maps of all replicas and the latest events; of one replica where a cell of
+        its map is wanted with its holders.
+        """
+        gangs = self._live()
+        number = None
+        if cell is not None:
+            wanted, number = cell
+            gangs = [gang for gang in gangs if gang.replica_id == wanted]
+        views = await asyncio.gather(*(gang.block_view(number) for gang in gangs))
+        replicas = tuple(
+            ReplicaView(gang.replica_id, gang.incarnation, view)
+            for gang, view in zip(gangs, views, strict=True)
+            if view is not None
+        )
+        return ClusterView(self._core.term, replicas, self._events.latest(time.monotonic()))
+
     async def reset_cache(self) -> None:
         """Forget the prefix caches of all replicas; returns when each has done it."""
         await asyncio.gather(*(gang.reset_cache() for gang in self._live()))
@@ -282,6 +303,7 @@ class ControllerActor:
 
     def _handle(self, event: ControllerEvent) -> list[ControllerCommand]:
         commands = self._take_event(event, time.monotonic())
+        self._events.see(event, commands, time.monotonic())
         for command in commands:
             self._carry_out(command)
         return commands

@@ -25,6 +25,7 @@ from rayserve_cluster.worker import CONCURRENCY, RankReady, RankSpec, RankStats,
 from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.errors import DeploymentError
+from rayserve_paged.core.holdings import BlockView
 from rayserve_paged.core.ids import Incarnation, ReplicaId, Term
 from rayserve_paged.core.replica_messages import (
     ControllerMessage,
@@ -224,6 +225,14 @@ class Gang:
         except RayError:
             return None
         return ledger
+
+    async def block_view(self, cell: int | None = None) -> BlockView | None:
+        """Take the map of its blocks at the end of a step; None where the gang is lost."""
+        try:
+            view: BlockView = await self._workers[0].block_view.remote(cell)
+        except RayError:
+            return None
+        return view
 
     async def reset_cache(self) -> None:
         """Forget the prefix cache; a gang that is lost has none."""

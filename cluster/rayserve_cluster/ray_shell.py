@@ -25,6 +25,7 @@ from rayserve_cluster.launch import connect, disconnect, remove_deployment
 from rayserve_cluster.placement import CONTROLLER_NAME, namespace_of, rank_name
 from rayserve_cluster.worker import RankStats, unwrapped
 from rayserve_paged.core.accounting import Accounting
+from rayserve_paged.core.cluster_view import ClusterView
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller_messages import Placed, Rejected, ReplicaLost, SubmitRequest
 from rayserve_paged.core.errors import (
@@ -208,6 +209,11 @@ class RayShell:
         ledgers: tuple[tuple[ReplicaId, Accounting], ...]
         ledgers = await self._ask(self._controller.accounting.remote())
         return ledgers
+
+    async def cluster_view(self, cell: tuple[ReplicaId, int] | None = None) -> ClusterView:
+        """As `Deployment.cluster_view`."""
+        view: ClusterView = await self._ask(self._controller.cluster_view.remote(cell))
+        return view
 
     async def reset_cache(self) -> None:
         """As `Deployment.reset_cache`."""

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 from rayserve_cluster.executor import Executor
 from rayserve_cluster.tp_group import GroupBrokenError
@@ -18,6 +18,7 @@ from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import ReplicaLostError
 from rayserve_paged.core.event_log import Record
+from rayserve_paged.core.holdings import Holdings
 from rayserve_paged.core.ids import ConsumerId
 from rayserve_paged.core.replay import recorded
 from rayserve_paged.core.replica import Replica
@@ -67,8 +68,18 @@ class _Pin:
     answer: Future[PinAnswered]
 
 
-_Inbound = ControllerMessage | UnpinPrefix | _Poll | _Reset | _Pin | Future[Accounting] | None
-"""What other threads put in: events, polls, resets, pins, requests for the ledger; None to stop."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Look:
+    """Somebody wants to know who holds which block."""
+
+    answer: Future[Holdings]
+
+
+_Inbound = (
+    ControllerMessage | UnpinPrefix | _Poll | _Reset | _Pin | _Look | Future[Accounting] | None
+)
+"""What other threads put in: events, polls, resets, pins, looks, requests for the ledger; None to
+stop."""
 
 
 class ReplicaHost:
@@ -116,6 +127,7 @@ class ReplicaHost:
         self._polls: dict[tuple[ConsumerId, int], Future[Delivery]] = {}
         self._pinning: Future[PinAnswered] | None = None
         self._ledgers: list[Future[Accounting]] = []
+        self._looks: list[Future[Holdings]] = []
         self._plans: deque[StepPlan] = deque()
         self._next_tick = 0.0
         self._next_heartbeat = 0.0
@@ -151,6 +163,13 @@ class ReplicaHost:
         """Ask for the ledger at the end of a step; raises as `poll`."""
         future: Future[Accounting] = Future()
         if not self._put(future):
+            future.set_exception(self._lost_error())
+        return future
+
+    def holdings(self) -> Future[Holdings]:
+        """Ask who holds which block at the end of a step; raises as `poll`."""
+        future: Future[Holdings] = Future()
+        if not self._put(_Look(future)):
             future.set_exception(self._lost_error())
         return future
 
@@ -273,6 +292,9 @@ class ReplicaHost:
             for ledger in self._ledgers:
                 _answer(ledger, self._replica.accounting())
             self._ledgers = []
+            for look in self._looks:
+                _answer(look, self._replica.holdings())
+            self._looks = []
 
     def _wait(self) -> bool:
         """Wait until there is something to take in or to do; returns as `_take_in`."""
@@ -298,6 +320,8 @@ class ReplicaHost:
                 return False
             case Future():
                 self._ledgers.append(item)
+            case _Look(answer):
+                self._looks.append(answer)
             case _Reset(done):
                 self._handle(ResetCache())
                 _answer(done, None)
@@ -359,8 +383,7 @@ class ReplicaHost:
             if self._lost is not None:
                 return
             self._lost = reason
-        waiting: list[Future[Delivery] | Future[Accounting] | Future[None] | Future[PinAnswered]]
-        waiting = [*self._polls.values(), *self._ledgers]
+        waiting: list[Future[Any]] = [*self._polls.values(), *self._ledgers, *self._looks]
         while not self._inbox.empty():
             match self._inbox.get():
                 case Future() as future:
@@ -368,6 +391,8 @@ class ReplicaHost:
                 case _Reset(done):
                     waiting.append(done)
                 case _Pin(_event, answer):
+                    waiting.append(answer)
+                case _Look(answer):
                     waiting.append(answer)
                 case (PollTokens(), future):
                     waiting.append(future)

@@ -22,6 +22,7 @@ from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import DeploymentConfig
 from rayserve_paged.core.controller_messages import LoseReplica
 from rayserve_paged.core.errors import DeploymentError, PagedError, ReplicaLostError
+from rayserve_paged.core.holdings import BlockView, block_view
 from rayserve_paged.core.ids import Incarnation, ReplicaId, Term
 from rayserve_paged.core.replica_messages import (
     ControllerMessage,
@@ -283,6 +284,13 @@ class Worker:
         """Rank 0: take the ledger at the end of a step."""
         self._calls["accounting"] += 1
         return await asyncio.wrap_future(self._serving().accounting())
+
+    @ray.method(concurrency_group="io")
+    async def block_view(self, cell: int | None = None) -> BlockView:
+        """Rank 0: take the map of its blocks at the end of a step, with the holders of a cell."""
+        self._calls["block_view"] += 1
+        holdings = await asyncio.wrap_future(self._serving().holdings())
+        return await asyncio.to_thread(block_view, holdings, cell)
 
     @ray.method(concurrency_group="io")
     async def reset_cache(self) -> None:

@@ -122,6 +122,10 @@ class BlockPool:
         """CACHED blocks, the next to be evicted first."""
         return (*self._frozen, *self._cached)
 
+    def snapshot(self) -> tuple[list[int], bytes]:
+        """Copy for each block how many hold it, and whether it is kept (not 0) once none does."""
+        return self._counts.copy(), bytes(self._kept)
+
     def count(self, block_id: BlockId) -> int:
         """Return how many holders list the block."""
         return self._counts[block_id]

@@ -14,6 +14,7 @@ from rayserve_paged.core.block_identity import BlockScope, extend_chain
 from rayserve_paged.core.block_pool import BlockPool
 from rayserve_paged.core.config import BatchConfig, TimeoutConfig
 from rayserve_paged.core.errors import PinLimitError
+from rayserve_paged.core.holdings import Holder, HolderKind, Holdings
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId, Term
 from rayserve_paged.core.keyed_heap import KeyedHeap
 from rayserve_paged.core.kv_manager import KVManager
@@ -200,6 +201,26 @@ class Replica:
         ]
         names = [sequence.name for sequence in holders for _group in sequence.table.groups]
         return account(held, self.kv.pool, self.limits.block_size, self.pins.blocks, names)
+
+    def holdings(self) -> Holdings:
+        """Copy who holds which block as of now."""
+        batcher = self.batcher
+        tables = [
+            (HolderKind.SEQUENCE, str(s.request.request_id), s.sibling, s.table)
+            for s in (*batcher.running, *batcher.retiring)
+        ]
+        tables += [(HolderKind.PIN, str(p), None, table) for p, table in self.pins.tables.items()]
+        holders = [
+            Holder(kind, name, sibling, tuple(tuple(group.block_ids) for group in table.groups))
+            for kind, name, sibling, table in tables
+        ]
+        holders += [
+            Holder(HolderKind.STEP, str(number), None, (tuple(sources),))
+            for number, sources in enumerate(batcher.copy_sources)
+            if sources
+        ]
+        counts, kept = self.kv.pool.snapshot()
+        return Holdings(counts, kept, tuple(holders), len(batcher.running), batcher.num_waiting)
 
     # --- events ---------------------------------------------------------------------------
 
