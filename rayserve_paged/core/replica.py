@@ -12,6 +12,7 @@ from rayserve_paged.core.beam_group import BeamGroup
 from rayserve_paged.core.beam_streams import beam_items
 from rayserve_paged.core.block_identity import BlockScope, extend_chain
 from rayserve_paged.core.block_pool import BlockPool
+from rayserve_paged.core.block_table import BlockTable
 from rayserve_paged.core.config import BatchConfig, TimeoutConfig
 from rayserve_paged.core.errors import PinLimitError
 from rayserve_paged.core.holdings import Holder, HolderKind, Holdings
@@ -205,7 +206,7 @@ class Replica:
     def holdings(self) -> Holdings:
         """Copy who holds which block as of now."""
         batcher = self.batcher
-        tables = [
+        tables: list[tuple[HolderKind, str, int | None, BlockTable]] = [
             (HolderKind.SEQUENCE, str(s.request.request_id), s.sibling, s.table)
             for s in (*batcher.running, *batcher.retiring)
         ]

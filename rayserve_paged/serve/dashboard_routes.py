@@ -16,6 +16,7 @@ _FILES: Final = {
     "dashboard.js": "text/javascript; charset=utf-8",
     "block_map.js": "text/javascript; charset=utf-8",
     "sparkline.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
 }
 
 _HEADERS: Final = {
