@@ -61,7 +61,7 @@ class Shown:
 
     replicas: dict[str, Holdings]
     requests: tuple[RunningRequest, ...] = ()
-    totals: Totals = Totals()
+    totals: Totals = dataclasses.field(default_factory=Totals)
     events: tuple[ClusterEvent, ...] = ()
     readers: dict[str, Reader] | None = None
     is_broken: bool = False

@@ -39,7 +39,7 @@ CONTRASTS = """() => {
 }"""
 
 UNNAMED = """() => [...document.querySelectorAll(
-    "button, input, a, canvas[role], [role=grid], [role=gridcell], progress, section, table th, ol[tabindex]")]
+    "button, input, a, canvas[role], [role=grid], [role=gridcell], progress, section, th, #events")]
   .filter((each) => each.checkVisibility())
   .filter((each) => !(each.ariaLabel || each.textContent.trim() || each.labels?.length ||
     document.getElementById(each.getAttribute("aria-labelledby"))))
