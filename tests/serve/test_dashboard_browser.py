@@ -1,12 +1,16 @@
 """The dashboard in a real browser, with states of the tests' own making."""
 
+import io
 import re
 import shutil
 from collections.abc import Iterator
 
 import pytest
 from dashboard_server import PageServer, Shown, make_holdings, make_request, serving
+from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from replica_driver import ReplicaDriver, make_limits
+from replica_driver import make_request as make_core_request
 
 from rayserve_paged.core.cluster_view import ClusterEvent
 from rayserve_paged.serve.dashboard_state import Reader, Totals
@@ -172,6 +176,7 @@ def test_the_page_fits_its_window_and_can_be_read(
     assert page.evaluate(body) == shades["dark"]
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_is_missed_and_found_again(
     page: Page, shown: Shown, server: PageServer
 ) -> None:
@@ -243,3 +248,27 @@ def test_a_large_pool_is_shown_in_cells_of_several_blocks(
     page.keyboard.press("End")
     expect(page.locator(".detail p").first).to_contain_text(f"to {num_blocks - 1}:")
     expect(page.locator(".detail")).to_contain_text("Nobody holds them.")
+
+
+def test_the_state_of_a_real_replica_is_drawn_as_it_accounts_for_it(
+    page: Page, shown: Shown, server: PageServer
+) -> None:
+    driver = ReplicaDriver(make_limits(num_blocks=60))
+    for name in ("a", "b"):
+        driver.submit(make_core_request([*range(10), 50], 6, request_id=name))
+        driver.step()
+    figures = driver.replica.accounting()
+    assert figures.num_shared_blocks == 2
+    shown.replicas = {"r0": driver.replica.holdings()}
+    shown.requests = (make_request("alpha", "a"), make_request("beta", "b"))
+    page.goto(server.url)
+    expect(page.locator(".facts")).to_contain_text("2 shared")
+    picture = Image.open(io.BytesIO(page.locator(".map canvas").screenshot())).convert("RGB")
+    colours = {colour: count for count, colour in picture.getcolors(2**20) or []}
+    # A held block is a square of 20 pixels' side, a shared one has two bars of 7 instead.
+    assert colours[0, 114, 178] == figures.block_map.count("#") * 400
+    assert colours[194, 80, 10] == figures.block_map.count("=") * 280
+    page.locator(".cursor").focus()
+    for _ in range(figures.block_map.index("=")):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator(".detail li")).to_have_text(["alpha", "beta"])
