@@ -5,7 +5,7 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -37,7 +37,10 @@ def make_request(name: str, request_id: str, tenant: str = "", **changes: object
 
 
 def make_holdings(
-    num_blocks: int, sequences: dict[str, Sequence[int]], pin: Sequence[int], cached: Sequence[int]
+    num_blocks: int,
+    sequences: Mapping[str, Sequence[int]],
+    pin: Sequence[int],
+    cached: Sequence[int],
 ) -> Holdings:
     """Take what holders list to be all there is, so that the counts agree with it."""
     counts, kept = [0] * num_blocks, bytearray(num_blocks)
