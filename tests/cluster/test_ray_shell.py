@@ -30,7 +30,7 @@ from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.consumer import Consumer
 from rayserve_paged.core.controller_messages import Placed, Rejected, SubmitRequest
 from rayserve_paged.core.errors import DeploymentError, InvalidInputError, PinLimitError
-from rayserve_paged.core.ids import ConsumerId, PinId, RequestId
+from rayserve_paged.core.ids import ConsumerId, PinId, ReplicaId, RequestId
 from rayserve_paged.core.replica_messages import PinPrefix, UnpinPrefix
 from rayserve_paged.core.request import FinishReason
 from rayserve_paged.core.token_ids import TokenIds
@@ -118,6 +118,23 @@ def test_every_block_is_free_or_cached_once_all_requests_have_ended(shell: RaySh
     for ledger in ledgers.values():
         assert ledger.num_free_blocks + ledger.num_cached_blocks == 256
         assert ledger.num_held_blocks == 0
+
+
+def test_the_map_of_every_replica_is_its_ledgers_and_a_cell_is_asked_of_one(
+    shell: RayShell,
+) -> None:
+    asyncio.run(read_all(shell, [request(f"m{i}", p, 10) for i, p in enumerate(prompts(4))]))
+    view = asyncio.run(shell.cluster_view())
+    ledgers = dict(asyncio.run(shell.accounting()))
+    maps = {each.replica_id: each.blocks.cells for each in view.replicas}
+    assert maps == {name: ledger.block_map for name, ledger in ledgers.items()}
+    assert view.term == 0
+    kinds = Counter(event.kind for event in view.events)
+    assert kinds == {"controller term": 1, "replica started": 2}
+    (asked,) = asyncio.run(shell.cluster_view((ReplicaId("r1"), 255))).replicas
+    assert asked.replica_id == "r1"
+    assert asked.blocks.cell is not None
+    assert (asked.blocks.cell.first_block, asked.blocks.cell.holders) == (255, ())
 
 
 def test_after_a_reset_no_replica_finds_what_was_computed_before(shell: RayShell) -> None:

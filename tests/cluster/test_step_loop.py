@@ -388,6 +388,8 @@ def test_a_state_machine_that_cannot_be_fenced_is_reported_lost(start: Start) ->
         pending.result(_LONG_S)
     with pytest.raises(ReplicaLostError, match="LedgerError: a block is lost"):
         stage.host.accounting().result(_LONG_S)
+    with pytest.raises(ReplicaLostError, match="LedgerError: a block is lost"):
+        stage.host.holdings().result(_LONG_S)
     stage.host.stop("the step thread has ended by itself")
     assert stage.reports == [
         LoseReplica(ReplicaId("r0"), Incarnation(2), "LedgerError: a block is lost")
@@ -443,10 +445,11 @@ def test_a_fence_from_outside_breaks_a_step_that_does_not_end(start: Start) -> N
 
 def test_a_host_that_never_started_can_be_stopped() -> None:
     stage = Stage(CountingExecutor())
-    waiting = stage.host.accounting()
+    waiting = (stage.host.accounting(), stage.host.holdings())
     stage.host.stop("not needed")
-    with pytest.raises(ReplicaLostError, match="not needed"):
-        waiting.result(_LONG_S)
+    for future in waiting:
+        with pytest.raises(ReplicaLostError, match="not needed"):
+            future.result(_LONG_S)
     assert stage.executor.num_shutdowns == 1
 
 
