@@ -9,6 +9,7 @@ from rayserve_paged.core.accounting import Accounting
 from rayserve_paged.core.cluster_view import ClusterView
 from rayserve_paged.core.controller_messages import Placed, Rejected, ReplicaLost, SubmitRequest
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.owner_report import OwnerReport
 from rayserve_paged.core.replica_messages import PinAnswered, PinPrefix, PollTokens, UnpinPrefix
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.core.stream_messages import Delivery
@@ -76,6 +77,14 @@ class Deployment(Protocol):
             ControllerAwayError: Nobody can say now.
             DeploymentError: There is no such deployment any more.
         """
+        ...
+
+    async def report_owner(self, report: OwnerReport) -> None:
+        """Tell the other owners what the requests of this one are at; about once a second."""
+        ...
+
+    async def owner_reports(self) -> tuple[OwnerReport, ...]:
+        """Return the last report of each owner."""
         ...
 
     async def accounting(self) -> tuple[tuple[ReplicaId, Accounting], ...]:

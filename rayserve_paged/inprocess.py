@@ -35,6 +35,7 @@ from rayserve_paged.core.errors import ReplicaLostError
 from rayserve_paged.core.event_log import CONTROLLER, ControllerStart, LoggedStart
 from rayserve_paged.core.holdings import Holdings, block_view
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.owner_report import OwnerReport, OwnerReports
 from rayserve_paged.core.recent_events import RecentEvents
 from rayserve_paged.core.replay import new_controller, recorded
 from rayserve_paged.core.replica_messages import (
@@ -85,6 +86,7 @@ class InProcessShell:
         self._events = RecentEvents()
         self._watchers: dict[ConsumerId, set[Future[None]]] = {}
         self._news: dict[ConsumerId, list[ReplicaLost]] = {}
+        self._reports = OwnerReports(config.timeouts.consumer_lease_s)
         self._threads: list[threading.Thread] = []
         # The latest life of each replica.
         self._gangs: dict[ReplicaId, Gang] = {}
@@ -169,6 +171,16 @@ class InProcessShell:
         """As `Deployment.replicas`."""
         with self._lock:
             return dict(self._controller.replicas)
+
+    async def report_owner(self, report: OwnerReport) -> None:
+        """As `Deployment.report_owner`."""
+        with self._lock:
+            self._reports.put(report, time.monotonic())
+
+    async def owner_reports(self) -> tuple[OwnerReport, ...]:
+        """As `Deployment.owner_reports`."""
+        with self._lock:
+            return self._reports.latest(time.monotonic())
 
     async def accounting(self) -> tuple[tuple[ReplicaId, Accounting], ...]:
         """As `Deployment.accounting`; lost replicas have no ledger."""

@@ -51,6 +51,7 @@ from rayserve_paged.core.ids import (
     RequestId,
     Term,
 )
+from rayserve_paged.core.owner_report import OwnerReport, OwnerReports
 from rayserve_paged.core.recent_events import RecentEvents
 from rayserve_paged.core.replay import new_controller, recorded
 from rayserve_paged.core.replica_messages import (
@@ -125,6 +126,7 @@ class ControllerActor:
         self._news: dict[ConsumerId, tuple[float, list[ReplicaLost]]] = {}
         self._events = RecentEvents()
         self._events.add(time.monotonic(), "controller term", f"term {term} of the controller")
+        self._reports = OwnerReports(config.timeouts.consumer_lease_s)
         self._told = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[ModelLimits] | None = None
@@ -228,6 +230,14 @@ class ControllerActor:
             cause = await self._cause((message.replica_id, message.incarnation))
             message = dataclasses.replace(message, fenced=cause or message.fenced)
         self._handle(message)
+
+    async def report_owner(self, report: OwnerReport) -> None:
+        """Keep what an owner says of its requests."""
+        self._reports.put(report, time.monotonic())
+
+    async def owner_reports(self) -> tuple[OwnerReport, ...]:
+        """Return the last report of each owner."""
+        return self._reports.latest(time.monotonic())
 
     async def renew_lease(self, owner: str) -> None:
         """An owner is alive."""

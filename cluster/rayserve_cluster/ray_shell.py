@@ -35,6 +35,7 @@ from rayserve_paged.core.errors import (
     ReplicaLostError,
 )
 from rayserve_paged.core.ids import Attempt, ConsumerId, Incarnation, ReplicaId, RequestId
+from rayserve_paged.core.owner_report import OwnerReport
 from rayserve_paged.core.replica_messages import PinAnswered, PinPrefix, PollTokens, UnpinPrefix
 from rayserve_paged.core.request import ModelLimits
 from rayserve_paged.core.stream_messages import Delivery
@@ -203,6 +204,16 @@ class RayShell:
     async def replicas(self) -> Mapping[ReplicaId, Incarnation]:
         """As `Deployment.replicas`."""
         return (await self.status()).replicas
+
+    async def report_owner(self, report: OwnerReport) -> None:
+        """As `Deployment.report_owner`."""
+        await self._ask(self._controller.report_owner.remote(report))
+
+    async def owner_reports(self) -> tuple[OwnerReport, ...]:
+        """As `Deployment.owner_reports`."""
+        reports: tuple[OwnerReport, ...]
+        reports = await self._ask(self._controller.owner_reports.remote())
+        return reports
 
     async def accounting(self) -> tuple[tuple[ReplicaId, Accounting], ...]:
         """Take the ledger of every replica, each at a step's end, ordered by replica id."""

@@ -17,6 +17,7 @@ from rayserve_paged.core.errors import InvalidInputError, PagedError
 from rayserve_paged.outputs import RequestOutput
 from rayserve_paged.prompts import Prompt, tokenize
 from rayserve_paged.serve.body_limit import BodyLimit
+from rayserve_paged.serve.dashboard_routes import add_dashboard_routes
 from rayserve_paged.serve.event_stream import (
     DONE,
     ClientGoneError,
@@ -80,9 +81,12 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        reporting = asyncio.create_task(service.report())
         try:
             yield
         finally:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
             await service.close()
             if on_close is not None:
                 await asyncio.to_thread(on_close)
@@ -101,6 +105,7 @@ def create_app(
     _add_model_routes(app, service)
     _add_token_routes(app, service)
     _add_generation_routes(app, service)
+    add_dashboard_routes(app, service.dashboard.state, service.dashboard.cell)
     _describe_errors(app)
     return app
 

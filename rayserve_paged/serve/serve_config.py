@@ -1,8 +1,6 @@
 """The configuration of an endpoint: a deployment's, and a section `serve` of its own."""
 
 import hashlib
-from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
@@ -22,9 +20,6 @@ class ServeSection(BaseModel):
     """Cores that each of them asks Ray for."""
     served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
     """What clients call the model; None for `model.model`."""
-    keys_file: str | None = Field(default=None, min_length=1)
-    """Tenants, their hashed API keys and quotas, on every node with an ingress; None to let
-    everyone in as one tenant."""
     max_body_bytes: ByteSize = Field(default=ByteSize(4 << 20), ge=1024)
     """Largest request body; longer ones are refused with status 413."""
     max_live_requests: int = Field(default=4096, ge=1)
@@ -37,8 +32,6 @@ class ServeSection(BaseModel):
     drain_timeout_s: float = Field(default=600.0, ge=0)
     """Running streams have this long to end when an ingress is taken down or replaced; what is
     then left is cut off with an error."""
-    log_format: Literal["json", "text"] = "json"
-    """Of the line that is logged for each request."""
 
 
 class EndpointConfig(DeploymentConfig):
@@ -63,11 +56,3 @@ class EndpointConfig(DeploymentConfig):
         digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:_DIGEST_LENGTH]
         longest = 63 - len(digest) - 1
         return config.model_copy(update={"name": f"{self.name[:longest]}-{digest}"})
-
-    def with_absolute_paths(self) -> "EndpointConfig":
-        """Return the configuration with its keys file whole, since an ingress runs elsewhere."""
-        if self.serve.keys_file is None:
-            return self
-        path = str(Path(self.serve.keys_file).expanduser().resolve())
-        serve = self.serve.model_copy(update={"keys_file": path})
-        return self.model_copy(update={"serve": serve})

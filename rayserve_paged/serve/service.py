@@ -12,6 +12,7 @@ from rayserve_paged.core.errors import (
     ControllerAwayError,
     DeploymentError,
     InvalidInputError,
+    PagedError,
 )
 from rayserve_paged.deployment import Deployment
 from rayserve_paged.front_end import FrontEnd
@@ -20,8 +21,10 @@ from rayserve_paged.model.tokenizer import Tokenizer
 from rayserve_paged.outputs import RequestOutput, StreamChunk
 from rayserve_paged.prompts import Prompt
 from rayserve_paged.request_options import RequestOptions
+from rayserve_paged.serve.dashboard_feed import DashboardFeed
 from rayserve_paged.serve.http_errors import HttpError, shown_value
 from rayserve_paged.serve.openai_requests import Ask
+from rayserve_paged.serve.request_figures import RequestFigures
 from rayserve_paged.serve.serve_config import EndpointConfig
 
 _LONG_TEXT: Final = 4096
@@ -29,6 +32,7 @@ _LONG_TEXT: Final = 4096
 
 _HEALTH_TIMEOUT_S: Final = 1.0
 _HEALTH_KEPT_S: Final = 3.0
+_REPORT_S: Final = 1.0
 
 Chunks = list[tuple[int, StreamChunk]]
 """New chunks, each with the number of its prompt in the body."""
@@ -66,9 +70,11 @@ class Service:
         self.config = config
         self.tokenizer = tokenizer
         self.started = int(time.time())
+        self.dashboard = DashboardFeed(deployment, config.model_name)
         self._deployment = deployment
         self._front_end = FrontEnd(deployment, tokenizer, config.recovery)
         self._num_live = 0
+        self._figures = RequestFigures()
         # When a replica was last known to serve, on the clock of time.monotonic.
         self._healthy_at = float("-inf")
 
@@ -149,11 +155,17 @@ class Service:
                 retry_after_s=1.0,
             )
         self._num_live += len(jobs)
+        streams = [self._figures.begin() for _ in jobs]
         try:
             source = self._single(*jobs) if len(jobs) == 1 else self._several(jobs)
             async with contextlib.aclosing(source) as batches:
                 async for batch in batches:
+                    for place, chunk in batch:
+                        streams[place].take(chunk)
                     yield batch
+        except Exception:  # A client that has left is no failure, and none of these.
+            self._figures.end(is_whole=False)
+            raise
         finally:
             self._num_live -= len(jobs)
 
@@ -210,6 +222,18 @@ class Service:
             async for batch in batches:
                 found |= {place: chunk.output for place, chunk in batch if chunk.output is not None}
         return [found[place] for place in range(len(submission.jobs))]
+
+    async def report(self) -> None:
+        """Tell the deployment about once a second what the requests here are at; until cancelled.
+
+        Where its controller is away it hears of them when it is back.
+        """
+        owner = secrets.token_hex(8)
+        while True:
+            report = self._figures.report(owner, self._front_end.running())
+            with contextlib.suppress(PagedError):
+                await self._deployment.report_owner(report)
+            await asyncio.sleep(_REPORT_S)
 
     async def is_healthy(self) -> bool:
         """Whether some replica can serve.
