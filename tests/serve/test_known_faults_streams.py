@@ -17,7 +17,7 @@ def script(endpoint: Endpoint, *tokens: bytes) -> None:
     endpoint.tokenizer.script = dict(zip(ids, tokens, strict=True))
 
 
-def both(endpoint: Endpoint, **fields: Any) -> tuple[str, str]:
+def both(endpoint: Endpoint, **fields: Any) -> tuple[str, str]:  # noqa: ANN401
     """Text and reason of a completion, which a stream has to have too."""
     (whole,) = endpoint.complete(prompt=PROMPT, **fields)["choices"]
     choices = [e["choices"][0] for e in endpoint.events(prompt=PROMPT, **fields)]
