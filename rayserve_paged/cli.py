@@ -19,6 +19,7 @@ from rayserve_paged.commands.demo import demo
 from rayserve_paged.commands.down import down
 from rayserve_paged.commands.experiment import experiment
 from rayserve_paged.commands.generate import generate
+from rayserve_paged.commands.http_load import load
 from rayserve_paged.commands.profile import profile
 from rayserve_paged.commands.replay import replay
 from rayserve_paged.commands.serve import serve
@@ -61,6 +62,7 @@ app.command()(replay)
 app.command()(profile)
 app.command()(experiment)
 app.command()(chaos)
+app.command()(load)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def ray_endpoint(
         config: Of the endpoint, whose name is that of its application.
         host: Interface to listen on, of every node that has a proxy; not changed where Ray Serve
             runs already.
-        port: Likewise.
+        port: Likewise; 0 for any that is free.
         address: Ray cluster to join; None to start one on this machine.
 
     Raises:
@@ -51,7 +51,9 @@ def ray_endpoint(
     try:
         starts_serve = not _serve_runs()
         if starts_serve:
-            bind(host, port).close()  # Ray Serve would go on trying.
+            # Ray Serve would go on trying, and does not choose.
+            with contextlib.closing(bind(host, port)) as listener:
+                port = listener.getsockname()[1]
             serve.start(http_options=HTTPOptions(host=host, port=port))
         try:
             _run(config)
