@@ -34,7 +34,7 @@ from rayserve_paged.core.open_request import Source
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.core.stream_update import StreamUpdate
 from rayserve_paged.deployment import Deployment
-from rayserve_paged.door import Door, overload
+from rayserve_paged.door import Door, refused_for_now
 
 _RECOVERY: Final = RecoveryConfig()
 _WATCH_AGAIN_S: Final = 1.0
@@ -65,7 +65,7 @@ class ConsumerLoop:
         self._driver: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._door = Door(deployment)
-        # Requests that wait at the door where the deployment is overloaded.
+        # Requests that wait at the door where the deployment is overloaded, or a quota exceeded.
         self._patient: set[RequestId] = set()
         self._submitting: dict[RequestId, asyncio.Task[None]] = {}
         self._withdrawing: set[asyncio.Task[None]] = set()
@@ -81,7 +81,7 @@ class ConsumerLoop:
         Args:
             request: Its deadline is counted from now.
             waits: Whether to wait, as long as the deadline allows, where the deployment is
-                overloaded.
+                overloaded or the tenant at its quota.
 
         Raises:
             PagedError: It was refused, no replica could take it for too long, or the deployment
@@ -200,7 +200,7 @@ class ConsumerLoop:
             # It is submitted again until somebody answers.
             logger.warning("request %s is not answered: %s", request.request_id, error)
             return
-        if isinstance(answer, Rejected) and overload(answer) and self._is_patient(request):
+        if isinstance(answer, Rejected) and refused_for_now(answer) and self._is_patient(request):
             self._consumer.hold(request.request_id)
             answer = await self._door.wait(request, answer)
         now = time.monotonic()

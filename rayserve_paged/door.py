@@ -1,4 +1,7 @@
-"""Requests that an overloaded deployment has refused wait here, and ask again one by one."""
+"""Requests that were refused for now wait here, and ask again: of each tenant one at a time.
+
+What is refused is what would overload the deployment, or what is beyond the quota of its tenant.
+"""
 
 import asyncio
 import contextlib
@@ -6,7 +9,7 @@ import dataclasses
 import time
 
 from rayserve_paged.core.controller_messages import Placed, Rejected, SubmitRequest
-from rayserve_paged.core.errors import OverloadedError
+from rayserve_paged.core.errors import OverloadedError, QuotaExceededError
 from rayserve_paged.core.ids import RequestId
 from rayserve_paged.core.request import FinishReason, Request
 from rayserve_paged.deployment import Deployment
@@ -15,15 +18,15 @@ _MIN_PAUSE_S = 0.05
 _MAX_PAUSE_S = 1.0
 
 
-def overload(answer: Placed | Rejected) -> OverloadedError | None:
+def refused_for_now(answer: Placed | Rejected) -> OverloadedError | QuotaExceededError | None:
     """Return why a submission was refused, where it may be accepted later."""
     error = answer.error if isinstance(answer, Rejected) else None
-    return error if isinstance(error, OverloadedError) else None
+    return error if isinstance(error, OverloadedError | QuotaExceededError) else None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Turn:
-    """What one request waits for: to be the first, or to be cancelled."""
+    """What one request waits for: to be the first of its tenant, or to be cancelled."""
 
     woken: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     cancelled: bool = False
@@ -33,8 +36,8 @@ class _Turn:
 class Door:
     """The waiting requests of one consumer, in the order in which they came.
 
-    Only the first asks again, so that a long list of requests costs the controller one question
-    at a time.
+    Only the first of each tenant asks again, so that a long list of requests costs the controller
+    one question at a time, and a tenant that is at its quota is in no other's way.
 
     Args:
         deployment: Which is asked.
@@ -43,6 +46,8 @@ class Door:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._turns: dict[RequestId, _Turn] = {}
+        # The same by tenant.
+        self._lanes: dict[str | None, dict[RequestId, _Turn]] = {}
 
     async def wait(self, request: Request, refusal: Rejected) -> Placed | Rejected | FinishReason:
         """Ask again until there is room.
@@ -52,13 +57,14 @@ class Door:
             refusal: The answer that it had.
 
         Returns:
-            The last answer, which is no overload; or why it gave up: CANCELLED, DEADLINE.
+            The last answer, which is for good; or why it gave up: CANCELLED, DEADLINE.
         """
         began_s = time.monotonic()
         turn = self._turns[request.request_id] = _Turn()
+        self._lanes.setdefault(request.tenant, {})[request.request_id] = turn
         answer: Placed | Rejected = refusal
         try:
-            while (error := overload(answer)) is not None:
+            while (error := refused_for_now(answer)) is not None:
                 pause_s = None
                 if self._is_first(request):
                     pause_s = min(max(error.retry_after_s or 0.0, _MIN_PAUSE_S), _MAX_PAUSE_S)
@@ -78,8 +84,7 @@ class Door:
                     answer = await self._deployment.submit(message)
         finally:
             del self._turns[request.request_id]
-            for following in list(self._turns.values())[:1]:
-                following.woken.set()
+            self._leave_lane(request)
         if isinstance(answer, Placed):
             for sibling in turn.withdrawn:
                 await self._deployment.cancel(request.request_id, request.attempt, sibling)
@@ -98,7 +103,15 @@ class Door:
         return True
 
     def _is_first(self, request: Request) -> bool:
-        return next(iter(self._turns)) == request.request_id
+        return next(iter(self._lanes[request.tenant])) == request.request_id
+
+    def _leave_lane(self, request: Request) -> None:
+        lane = self._lanes[request.tenant]
+        del lane[request.request_id]
+        for following in lane.values():
+            following.woken.set()
+            return
+        del self._lanes[request.tenant]
 
 
 def _left_s(request: Request, began_s: float) -> float | None:

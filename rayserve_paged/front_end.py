@@ -105,6 +105,7 @@ class FrontEnd:
             scope=options.scope,
             attachments=attachments,
             tenant=options.tenant,
+            quota=options.quota,
             deadline_s=options.deadline_s,
             retention=options.retention,
         )
@@ -127,6 +128,7 @@ class FrontEnd:
             DuplicateRequestError: A live request has this id.
             RequestFailedError: It failed on the way; a stream that ends without an error is whole.
             OverloadedError: As much waits in the deployment as may wait.
+            QuotaExceededError: Its tenant uses as much as it may.
             PagedError: It was refused, or the deployment cannot be reached.
         """
         (generation,) = self._claim([job])
@@ -141,7 +143,8 @@ class FrontEnd:
     ) -> list[RequestOutput]:
         """Submit requests and wait until every one has ended, in whatever way.
 
-        Where the deployment is overloaded they wait here, in their order, until there is room.
+        Where the deployment is overloaded, or a tenant at its quota, they wait here until there is
+        room: those of one tenant in their order.
 
         Args:
             jobs: The requests, submitted in this order.

@@ -295,6 +295,7 @@ class LLM:
         Raises:
             InvalidInputError: At once.
             OverloadedError: On iteration: as much waits in the deployment as may wait.
+            QuotaExceededError: On iteration: the tenant uses as much as its quota allows.
             DuplicateRequestError: On iteration: a live request has this id.
             RequestFailedError: On iteration: it failed; a stream that just ends is whole.
         """

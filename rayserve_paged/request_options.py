@@ -11,6 +11,7 @@ from rayserve_paged.core.block_identity import Adapter, RequestScope
 from rayserve_paged.core.errors import InvalidInputError
 from rayserve_paged.core.request import check_terms
 from rayserve_paged.core.retention import RetentionRange
+from rayserve_paged.core.tenant_quota import TenantQuota
 
 _T = TypeVar("_T")
 
@@ -25,7 +26,10 @@ class RequestOptions:
     Args:
         request_id: Unique among the live requests of one `LLM`; None to draw one.
         priority: Lower is served first.
-        tenant: Who is charged under the policy "weighted-fair"; None for the salt, or nobody.
+        tenant: Who is charged under the policy "weighted-fair", and by the quota; None for the
+            salt, or nobody.
+        quota: What the tenant may use of the deployment; the latest request brings the one that is
+            in force. None for no limits.
         tenant_salt: Whose KV it is: requests share cached prefixes only where their salts are
             equal. None is a tenant of its own.
         adapter: Weights laid over the model's own; None for none. Requests of different adapters
@@ -47,6 +51,7 @@ class RequestOptions:
     request_id: str | None = None
     priority: int = 0
     tenant: str | None = None
+    quota: TenantQuota | None = None
     tenant_salt: str | None = None
     adapter: Adapter | None = None
     window: int | None = None
@@ -60,7 +65,7 @@ class RequestOptions:
             name: object = self.request_id
             if not isinstance(name, str) or not name:
                 raise InvalidInputError("request_id", name, "a non-empty string, or None")
-        check_terms(self.priority, self.scope, self.tenant, self.deadline_s)
+        check_terms(self.priority, self.scope, self.tenant, self.deadline_s, self.quota)
 
     @property
     def scope(self) -> RequestScope:
@@ -83,6 +88,7 @@ class OptionFields(TypedDict, total=False):
     request_id: str | None
     priority: int
     tenant: str | None
+    quota: TenantQuota | None
     tenant_salt: str | None
     adapter: Adapter | None
     scope: RequestScope | None

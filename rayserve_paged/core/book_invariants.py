@@ -7,6 +7,7 @@ from rayserve_paged.core.errors import LedgerError
 from rayserve_paged.core.fleet import Fleet
 from rayserve_paged.core.ids import ReplicaId
 from rayserve_paged.core.replica_record import ReplicaRecord
+from rayserve_paged.core.tenant_books import InUse
 
 
 def check_books(controller: Controller) -> None:
@@ -26,9 +27,27 @@ def _problems(fleet: Fleet) -> Iterator[str]:
     num_booked = sum(len(live.requests) for live in fleet.replicas.values())
     if len(fleet.booked) != num_booked:
         yield f"{len(fleet.booked)} requests are booked, and replicas have {num_booked}"
+    yield from _problems_of_tenants(fleet)
     doubted = {replica_id for replica_id, live in fleet.replicas.items() if live.is_doubted}
     if fleet.doubted != doubted:
         yield f"{fleet.doubted} are spared, and {doubted} are doubted"
+
+
+def _problems_of_tenants(fleet: Fleet) -> Iterator[str]:
+    counted: dict[str, InUse] = {}
+    for booked in fleet.booked.values():
+        if booked.given is not None:
+            limits = fleet.placement.limits(booked.placed.replica_id)
+            needed = booked.given[1].request.num_tenant_blocks(limits)
+            if (booked.tenant, booked.num_blocks) != (booked.given[0].tenant, needed):
+                yield f"{booked} counts as {booked.num_blocks} blocks, and needs {needed}"
+        if booked.tenant is not None:
+            before = counted.get(booked.tenant, InUse())
+            counted[booked.tenant] = InUse(
+                before.num_requests + 1, before.num_blocks + booked.num_blocks
+            )
+    if fleet.tenants.in_use != counted:
+        yield f"tenants are said to use {fleet.tenants.in_use}, and use {counted}"
 
 
 def _problems_of_one(fleet: Fleet, replica_id: ReplicaId, live: ReplicaRecord) -> Iterator[str]:

@@ -242,6 +242,7 @@ class Controller:
     def _place(self, event: SubmitRequest, now: float) -> list[ControllerCommand]:
         request, fleet = event.request, self._fleet
         admitted = self._admit(request)
+        self._check_quota(admitted, now)
         assert fleet.scope is not None, "a replica has registered"
         if self._memo is None:
             self._memo = ChainMemo(fleet.scope.block_size)
@@ -270,8 +271,11 @@ class Controller:
             now,
             (request, assignment),
             is_tried_long=request.is_tried_long,
+            tenant=request.tenant,
+            num_blocks=admitted.num_tenant_blocks(self._placement.limits(replica_id)),
         )
         fleet.book(booked)
+        fleet.tenants.charge(admitted, now)
         return [fleet.to(booked.source, assignment), placed]
 
     def _admit(self, request: Request) -> Request:
@@ -297,6 +301,36 @@ class Controller:
             # Raises where the one that is being started again cannot hold it either.
             admit(request, self._largest)
             raise _NotNow(self._fleet.why_none()) from None
+
+    def _check_quota(self, request: Request, now: float) -> None:
+        """Check a request that was admitted against what its tenant may use.
+
+        Raises:
+            QuotaExceededError: It may not be placed now.
+            InvalidInputError: It alone needs more blocks than its tenant may use.
+            _NotNow: The same, while a replica is missing with whose blocks it may use as many.
+        """
+        quota, limits = request.quota, self.limits
+        if quota is None or request.attempt:
+            return
+        assert limits is not None, "it was admitted"
+        num_blocks, num_usable = (
+            request.num_tenant_blocks(limits),
+            self._placement.num_usable_blocks,
+        )
+        share = quota.block_share
+        if share is not None and num_blocks > quota.num_blocks(num_usable):
+            if self._fleet.is_hopeful:
+                raise _NotNow(self._fleet.why_none())
+            accepted = (
+                f"what needs at most {quota.num_blocks(num_usable)} blocks and not {num_blocks}, "
+                f"since tenant {request.tenant!r} has block_share={share:g} of "
+                f"{num_usable}"
+            )
+            raise InvalidInputError("max_tokens", request.params.max_tokens, accepted)
+        exceeded = self._fleet.tenants.check(request, num_blocks, num_usable, now)
+        if exceeded is not None:
+            raise exceeded
 
     def _choose(self, request: Request, keys: tuple[BlockKey, ...]) -> ReplicaId:
         """Choose a replica, of those that there is no reason to spare.

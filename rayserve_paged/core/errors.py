@@ -7,6 +7,7 @@ PagedError
 ├── DuplicateRequestError   a live request already has this id
 ├── NoReplicaError          no replica can take the request
 ├── OverloadedError         as much waits as may wait; later there will be room
+├── QuotaExceededError      its tenant has in use, or has used, what it may; later it may more
 ├── ReplicaLostError        a replica died with requests on it
 ├── RequestFailedError      one request failed; its neighbours did not
 │   └── PoisonedRequestError    it ended the replicas that it was tried on
@@ -198,6 +199,49 @@ class OverloadedError(PagedError):
             )
         after = "later" if self.retry_after_s is None else f"in about {self.retry_after_s:.3g} s"
         return f"overloaded: on the least busy replica {', and '.join(limits)}; try again {after}"
+
+
+class QuotaExceededError(PagedError):
+    """Its tenant uses as much as it may; nothing is wrong with the request, and it may come later.
+
+    Args:
+        tenant: Whose quota it is.
+        name: Of the limit: a field of `TenantQuota`.
+        limit: How much there may be; for the share of blocks, in blocks.
+        used: How much there is.
+        asked: How much more the request needs.
+        retry_after_s: When there will be room, if nothing else comes from the tenant; None where
+            that depends on when its requests end.
+    """
+
+    def __init__(
+        self,
+        tenant: str,
+        name: str,
+        limit: int,
+        used: int,
+        asked: int,
+        retry_after_s: float | None,
+    ) -> None:
+        super().__init__(tenant, name, limit, used, asked, retry_after_s)
+        self.tenant = tenant
+        self.name = name
+        self.limit = limit
+        self.used = used
+        self.asked = asked
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        limit = f"{self.name}={self.limit}"
+        if self.name == "block_share":
+            limit = f"{self.name} comes to {self.limit} blocks"
+        after = "once others of its requests have ended"
+        if self.retry_after_s is not None:
+            after = f"in {self.retry_after_s:.3g} s"
+        return (
+            f"tenant {self.tenant!r} is at its quota: {limit}, {self.used} are used and "
+            f"{self.asked} more are needed; try again {after}"
+        )
 
 
 class ReplicaLostError(PagedError):

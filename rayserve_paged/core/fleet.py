@@ -36,6 +36,7 @@ from rayserve_paged.core.replica_messages import (
 )
 from rayserve_paged.core.replica_record import ASK_AGAIN_S, SETTLE_S, Booked, ReplicaRecord
 from rayserve_paged.core.restarts import Restarts
+from rayserve_paged.core.tenant_books import TenantBooks
 
 _NUM_FINISH_TIMES = 32
 _NUM_ENDED = 4096
@@ -69,6 +70,7 @@ class Fleet:
         # Live ones that a consumer holds for lost; they are given nothing until they answer.
         self.doubted: set[ReplicaId] = set()
         self.booked: dict[RequestId, Booked] = {}
+        self.tenants = TenantBooks()
         # Where requests were that ended last, oldest first.
         self._ended: dict[tuple[RequestId, Attempt], Placed] = {}
         # The last incarnation of each that was lost, and why.
@@ -184,8 +186,9 @@ class Fleet:
         self.doubted.discard(replica_id)
         self.placement.remove(replica_id)
         consumers = {booked.consumer_id for booked in live.requests.values()}
-        for request_id in live.requests:
-            del self.booked[request_id]
+        for booked in live.requests.values():
+            del self.booked[booked.request_id]
+            self.tenants.leave(booked.tenant, booked.num_blocks)
         self._bury(replica_id, incarnation, reason, now)
         return [
             # Where its first rank still lives, streams end at once and with the reason.
@@ -377,6 +380,8 @@ class Fleet:
                     placed,
                     now,
                     is_tried_long=one.is_tried_long,
+                    tenant=one.tenant,
+                    num_blocks=one.num_blocks,
                 )
             )
             self.placement.adopt(source[0], one.request_id, one.num_rows, one.num_tokens)
@@ -392,6 +397,7 @@ class Fleet:
         """Enter a request that was given to a live replica."""
         self.booked[booked.request_id] = booked
         self.replicas[booked.placed.replica_id].requests[booked.request_id] = booked
+        self.tenants.enter(booked.tenant, booked.num_blocks, booked.placed_at)
 
     def ended_at(self, request_id: RequestId, attempt: Attempt) -> Placed | None:
         """Return where an attempt was that has ended, if what it gave may still be read there."""
@@ -408,6 +414,7 @@ class Fleet:
         live.end_trial(booked.request_id, booked.attempt)
         del live.requests[booked.request_id]
         del self.booked[booked.request_id]
+        self.tenants.leave(booked.tenant, booked.num_blocks)
         self.placement.settle(replica_id, booked.request_id)
 
     def cancel(self, booked: Booked, sibling: int | None = None) -> ControllerCommand:

@@ -77,6 +77,7 @@ class Placement:
         self._kinds: list[ModelLimits] = []
         self._kind = np.zeros(0, np.int64)
         self._largest: ModelLimits | None = None
+        self._num_usable_blocks = 0
 
     # --- replicas -------------------------------------------------------------------------
 
@@ -127,6 +128,17 @@ class Placement:
         """Limits of the live replica that can hold most; None where there is none."""
         return self._largest
 
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that all live replicas have for requests."""
+        return self._num_usable_blocks
+
+    def limits(self, replica_id: ReplicaId) -> ModelLimits:
+        """Return what a live replica can hold."""
+        limits = self._limits[self._slot_of[replica_id]]
+        assert limits is not None, "it is live"
+        return limits
+
     def num_requests(self, replica_id: ReplicaId) -> int:
         """Return how many requests a live replica was given that have not finished."""
         return len(self._promises[self._slot_of[replica_id]])
@@ -174,6 +186,7 @@ class Placement:
             [0 if limits is None else self._kinds.index(limits) for limits in self._limits],
             np.int64,
         )
+        self._num_usable_blocks = sum(limits.num_usable_blocks for limits in live)
         self._largest = max(live, key=lambda limits: limits.num_usable_slots, default=None)
 
     # --- requests -------------------------------------------------------------------------

@@ -252,7 +252,7 @@ class Replica:
         if self.fenced is not None:
             return [self._reports.last_report(self.fenced)]
         requests = [next(iter(s.values())).request for s in self._sequences.values()]
-        inventory = self._reports.inventory(requests, ask)
+        inventory = self._reports.inventory(requests, self.limits, ask)
         return [
             RegisterReplica(self.replica_id, self.incarnation, self.limits, self.scope, inventory)
         ]

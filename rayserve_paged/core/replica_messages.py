@@ -243,6 +243,8 @@ class ServedRequest:
         is_prefilled: It has had its first token here.
         on_trial: It is suspected of having ended a replica, and has no token from here yet.
         is_tried_long: As `Request.is_tried_long`.
+        tenant: Whose it is; None for nobody's.
+        num_blocks: That count as its tenant's while it lives.
     """
 
     request_id: RequestId
@@ -254,6 +256,8 @@ class ServedRequest:
     is_prefilled: bool
     on_trial: bool
     is_tried_long: bool = False
+    tenant: str | None = None
+    num_blocks: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

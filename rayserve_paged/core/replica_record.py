@@ -30,6 +30,8 @@ class Booked:
         given: As its consumer submitted it, and as it was assigned; None where it was learned from
             an inventory.
         is_tried_long: As `Request.is_tried_long`.
+        tenant: Whose it is; None for nobody's.
+        num_blocks: That count as its tenant's while it lives.
     """
 
     request_id: RequestId
@@ -39,6 +41,8 @@ class Booked:
     placed_at: float
     given: tuple[Request, AssignRequest] | None = None
     is_tried_long: bool = False
+    tenant: str | None = None
+    num_blocks: int = 0
 
     @property
     def source(self) -> tuple[ReplicaId, Incarnation]:

@@ -8,7 +8,7 @@ from rayserve_paged.core.replica_messages import (
     ReplicaReport,
     ServedRequest,
 )
-from rayserve_paged.core.request import Request
+from rayserve_paged.core.request import ModelLimits, Request
 
 REPORT_INTERVAL_S = 0.05
 
@@ -108,11 +108,14 @@ class ReportLog:
         self._is_urgent = False
         return report
 
-    def inventory(self, requests: list[Request], ask: AskInventory | None) -> Inventory:
+    def inventory(
+        self, requests: list[Request], limits: ModelLimits, ask: AskInventory | None
+    ) -> Inventory:
         """Return all that the replica has; no report before it matters any more.
 
         Args:
             requests: Those that have not ended.
+            limits: Of the replica.
             ask: The question; None where a new term was the reason.
         """
         keys = None
@@ -122,12 +125,12 @@ class ReportLog:
             keys = tuple(key for key, _block_id in index.items())
         return Inventory(
             number=None if ask is None else ask.number,
-            served=tuple(self._served(request) for request in requests),
+            served=tuple(self._served(request, limits) for request in requests),
             keys=keys,
             num_reports=self._num_reports,
         )
 
-    def _served(self, request: Request) -> ServedRequest:
+    def _served(self, request: Request, limits: ModelLimits) -> ServedRequest:
         assert request.params.max_tokens is not None, "requests are clamped at the door"
         has_token = request.request_id not in self._prefilling
         return ServedRequest(
@@ -140,4 +143,6 @@ class ReportLog:
             is_prefilled=has_token,
             on_trial=request.is_suspect and (request.is_tried_long or not has_token),
             is_tried_long=request.is_tried_long,
+            tenant=request.tenant,
+            num_blocks=request.num_tenant_blocks(limits),
         )

@@ -18,6 +18,7 @@ from rayserve_paged.core.field_checks import check_integer, check_number, check_
 from rayserve_paged.core.ids import Attempt, ConsumerId, RequestId
 from rayserve_paged.core.retention import RetentionRange, check_retention
 from rayserve_paged.core.sampling_params import SamplingParams
+from rayserve_paged.core.tenant_quota import TenantQuota
 from rayserve_paged.core.token_ids import TokenIds
 
 MAX_PRIORITY = 2**31 - 1
@@ -107,7 +108,9 @@ class Request:
         scope: Whose KV it is, with which adapter it is computed, and what its tokens attend to.
             Blocks are shared only between requests of equal scope.
         attachments: Content behind tokens of the prompt, in their order.
-        tenant: Who is charged under weighted-fair queueing; None for the salt, or nobody.
+        tenant: Who is charged under weighted-fair queueing, and by the quota; None for the salt, or
+            nobody.
+        quota: What its tenant may use; None for no limits.
         deadline_s: Seconds from this submission within which it is of use; what is not done then
             is given up. Counted by the replica that takes it, since no two machines share a clock:
             who submits it again gives the time that is left. None for no limit.
@@ -128,6 +131,7 @@ class Request:
     scope: RequestScope = NO_SCOPE
     attachments: tuple[Attachment, ...] = ()
     tenant: str | None = None
+    quota: TenantQuota | None = None
     deadline_s: float | None = None
     retention: tuple[RetentionRange, ...] = ()
     delivered: tuple[DeliveredSample, ...] = ()
@@ -193,6 +197,18 @@ class Request:
         sharing = most_blocks(num_prompt, max_tokens, width, limits.block_size)
         return sharing * len(limits.layer_groups)
 
+    def num_tenant_blocks(self, limits: ModelLimits) -> int:
+        """Return the blocks that count as its tenant's: what all its samples need, at their full
+        length, but no more than its replica has. 0 for nobody's.
+
+        Args:
+            limits: Of the replica; `params.max_tokens` is set.
+        """
+        if self.tenant is None:
+            return 0
+        num_alike = 1 if self.params.beam_width is not None else self.num_rows
+        return min(num_alike * self.num_blocks_needed(limits), limits.num_usable_blocks)
+
 
 def admit(request: Request, limits: ModelLimits) -> Request:
     """Check a request against what can be held, and clamp its max_tokens.
@@ -205,7 +221,8 @@ def admit(request: Request, limits: ModelLimits) -> Request:
         The request with `max_tokens` set to the number of tokens that it may have.
 
     Raises:
-        InvalidInputError: Empty prompt, an id outside the vocabulary, prompt over the limit, a
+        InvalidInputError: Empty prompt, an id outside the vocabulary, prompt over the limit, more
+            tokens than its tenant has for a minute, a quota without a tenant, a
             priority or a salt of another type, an adapter that is not loaded, attachments that
             the model does not take or the prompt does not hold, a window below 1, sinks without
             a window, ranges of retention that overlap or lie outside the prompt, delivered
@@ -214,7 +231,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     """
     num_prompt = len(request.prompt_token_ids)
     params = request.params
-    check_terms(request.priority, request.scope, request.tenant, request.deadline_s)
+    check_terms(request.priority, request.scope, request.tenant, request.deadline_s, request.quota)
     _check_loaded(request.scope.adapter, limits.adapters)
     check_attachments(request.attachments, num_prompt, supported=limits.takes_attachments)
     check_retention(request.retention, num_prompt)
@@ -247,6 +264,7 @@ def admit(request: Request, limits: ModelLimits) -> Request:
     left = limits.max_model_len - num_prompt
     asked_for = _fitting_tokens(request, limits) if params.max_tokens is None else params.max_tokens
     max_tokens = min(asked_for, left)
+    _check_minute(request, max_tokens)
     if max_tokens != params.max_tokens or params.min_tokens > max_tokens:
         params = dataclasses.replace(
             params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens)
@@ -271,17 +289,40 @@ def _fitting_tokens(request: Request, limits: ModelLimits) -> int:
     """Return the most output tokens for which there are blocks, at least 1."""
     num_prompt, width = len(request.prompt_token_ids), request.params.beam_width or 1
     windows, block_size = request.windows(limits.layer_groups), limits.block_size
-    usable = limits.num_usable_blocks
+    usable, quota = limits.num_usable_blocks, request.quota
+    if quota is not None and (share := quota.num_blocks(usable)) < usable:
+        # Of this replica's blocks alone, which all live ones together have more of.
+        usable = share if request.params.beam_width is not None else share // request.num_rows
     if width > 1 and all(window.size is None for window in windows):
         num_blocks = usable // len(windows)
-        return max(1, most_tokens(num_prompt, width, block_size, num_blocks))
-    # Beams with a window do not count on sharing anything.
-    longest = longest_held(windows, usable // width, block_size, limits.max_model_len)
-    # The last token sampled needs no slot, hence the one beyond the pool.
-    return max(1, longest + 1 - num_prompt)
+        fitting = most_tokens(num_prompt, width, block_size, num_blocks)
+    else:
+        # Beams with a window do not count on sharing anything.
+        longest = longest_held(windows, usable // width, block_size, limits.max_model_len)
+        # The last token sampled needs no slot, hence the one beyond the pool.
+        fitting = longest + 1 - num_prompt
+    most = None if quota is None else quota.most_output_tokens(num_prompt, request.num_rows)
+    return max(1, fitting if most is None else min(fitting, most))
 
 
-def check_terms(priority: object, scope: object, tenant: object, deadline_s: object) -> None:
+def _check_minute(request: Request, max_tokens: int) -> None:
+    """Check that a tenant may have so many tokens in one minute: if not, it never may."""
+    if request.quota is None:
+        return
+    most = request.quota.most_output_tokens(len(request.prompt_token_ids), request.num_rows)
+    if most is not None and max_tokens > most:
+        raise InvalidInputError(
+            "max_tokens",
+            max_tokens,
+            f"at most {most} after this prompt of {len(request.prompt_token_ids)} tokens"
+            f"{f', in each of {request.num_rows} samples' if request.num_rows > 1 else ''}, since "
+            f"tenant {request.tenant!r} has tokens_per_minute={request.quota.tokens_per_minute}",
+        )
+
+
+def check_terms(
+    priority: object, scope: object, tenant: object, deadline_s: object, quota: object = None
+) -> None:
     """Check of a request what depends neither on its prompt nor on its model.
 
     Raises:
@@ -301,6 +342,10 @@ def check_terms(priority: object, scope: object, tenant: object, deadline_s: obj
         _check_window(scope.window)
     if tenant is not None and not (isinstance(tenant, str) and tenant):
         raise InvalidInputError("tenant", tenant, "a non-empty string, or None")
+    if not isinstance(quota, TenantQuota | None):
+        raise InvalidInputError("quota", quota, "a TenantQuota, or None")
+    if quota is not None and tenant is None:
+        raise InvalidInputError("quota", quota, "None for a request without a tenant")
     if deadline_s is not None:
         accepted = f"a number of seconds above 0 and up to {MAX_DEADLINE_S:g}, or None"
         if check_number("deadline_s", deadline_s, accepted, 0.0, MAX_DEADLINE_S) == 0.0:

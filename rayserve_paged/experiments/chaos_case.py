@@ -215,6 +215,7 @@ def _draw_request(
         scope=RequestScope(draw.choice([None, None, None, "a", "b"]), window=window),
         deadline_s=round(draw.uniform(0.2, 20.0), 3) if draw.random() < 0.1 else None,
     )
+    request = dataclasses.replace(request, tenant=request.scope.tenant_salt)
     cancel_at_s = None
     if draw.random() < 0.2:
         cancel_at_s = round(arrival_s + draw.expovariate(0.5), 3)

@@ -96,6 +96,8 @@ def serve(
         is_prefilled,
         on_trial,
         is_tried_long=request.is_tried_long,
+        tenant=request.tenant,
+        num_blocks=request.num_tenant_blocks(LIMITS),
     )
 
 

@@ -40,6 +40,7 @@ from rayserve_paged.core.sequence import SequenceState
 from rayserve_paged.core.step_messages import StepPlan, StepResult, TokenLogprobs
 from rayserve_paged.core.stream_messages import StreamName, TokenRun
 from rayserve_paged.core.stream_update import StreamUpdate
+from rayserve_paged.core.tenant_quota import TenantQuota
 from rayserve_paged.core.token_ids import TokenIds
 from rayserve_paged.sim.fingerprint_rank import FingerprintRank
 
@@ -89,6 +90,8 @@ def make_request(
     window: int | None = None,
     num_sink_tokens: int = 0,
     retention: tuple[RetentionRange, ...] = (),
+    tenant: str | None = None,
+    quota: TenantQuota | None = None,
     **params: float | str | tuple[int, ...] | None,
 ) -> Request:
     fields = {"temperature": 0.0, "seed": 0} | params
@@ -104,6 +107,8 @@ def make_request(
         scope=RequestScope(tenant_salt, adapter, attention) if scope is None else scope,
         attachments=attachments,
         retention=retention,
+        tenant=tenant,
+        quota=quota,
     )
 
 

@@ -25,7 +25,11 @@ from rayserve_paged.core.controller_messages import (
     SubmitRequest,
     WithdrawRequest,
 )
-from rayserve_paged.core.errors import DuplicateRequestError, NoReplicaError
+from rayserve_paged.core.errors import (
+    DuplicateRequestError,
+    NoReplicaError,
+    QuotaExceededError,
+)
 from rayserve_paged.core.ids import (
     Attempt,
     BlockKey,
@@ -44,11 +48,17 @@ from rayserve_paged.core.replica_messages import (
     ReplicaReport,
 )
 from rayserve_paged.core.request import FinishReason, Request
+from rayserve_paged.core.tenant_quota import TenantQuota
 from rayserve_paged.sim.fingerprint_rank import oracle
 
 LIMITS = make_limits(num_blocks=16, block_size=2)
 SCOPE = make_scope(block_size=2)
 NAMES = tuple(ReplicaId(name) for name in ("r0", "r1", "r2"))
+QUOTAS = {
+    "many": TenantQuota(max_concurrent_requests=4),
+    "large": TenantQuota(block_share=1.0),
+    "fast": TenantQuota(tokens_per_minute=40),
+}
 PROMPTS = ([1, 2, 3, 4, 5], [1, 2, 3, 9], [7, 7], [1, 2])
 
 
@@ -93,9 +103,12 @@ class ControllerMachine(RuleBasedStateMachine):
         self.lives = dict.fromkeys(NAMES, 0)
         self.old_reports: list[ReplicaReport] = []
         self.num_requests = 0
+        self.now = 0.0
+        # Of each tenant what it was charged: when, tokens.
+        self.charged: dict[str, list[tuple[float, int]]] = {}
 
     def handle(self, event: object) -> Sequence[ControllerCommand]:
-        return self.controller.handle(event, 0.0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        return self.controller.handle(event, self.now)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
     def register(self, name: ReplicaId, incarnation: int) -> Sequence[ControllerCommand]:
         return self.handle(RegisterReplica(name, Incarnation(incarnation), LIMITS, SCOPE))
@@ -208,11 +221,57 @@ class ControllerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 5),
         consumer=st.sampled_from("ab"),
         n=st.sampled_from([1, 1, 3]),
+        tenant=st.sampled_from([None, None, *QUOTAS]),
     )
-    def submit(self, prompt: list[int], max_tokens: int, consumer: str, n: int) -> None:
+    def submit(
+        self, prompt: list[int], max_tokens: int, consumer: str, n: int, tenant: str | None
+    ) -> None:
         self.num_requests += 1
-        name = f"q{self.num_requests}"
-        self.place(make_request(prompt, max_tokens, request_id=name, consumer_id=consumer, n=n))
+        request = make_request(
+            prompt,
+            max_tokens,
+            request_id=f"q{self.num_requests}",
+            consumer_id=consumer,
+            n=n,
+            tenant=tenant,
+            quota=None if tenant is None else QUOTAS[tenant],
+        )
+        refused = self.live and self.exceeded(request)
+        if not refused:
+            self.place(request)
+            if self.live and tenant is not None:
+                costs = self.charged.setdefault(tenant, [])
+                costs.append((self.now, request.num_promised_tokens))
+            return
+        (rejected,) = self.handle(SubmitRequest(request))
+        assert isinstance(rejected, Rejected)
+        assert isinstance(rejected.error, QuotaExceededError)
+        assert rejected.error.name == refused
+
+    @rule(seconds=st.sampled_from([0.5, 7.0, 90.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.now += seconds
+
+    def exceeded(self, request: Request) -> str | None:
+        """Which limit a new request would exceed, counted anew from all that there was."""
+        quota, tenant = request.quota, request.tenant
+        if quota is None or tenant is None:
+            return None
+        live = [one for _name, one in self.open_requests() if one.tenant == tenant]
+        if quota.max_concurrent_requests is not None and len(live) >= quota.max_concurrent_requests:
+            return "max_concurrent_requests"
+        if quota.block_share is not None:
+            num_blocks = sum(one.num_tenant_blocks(LIMITS) for one in [*live, request])
+            if num_blocks > quota.block_share * LIMITS.num_blocks * len(self.live):
+                return "block_share"
+        if quota.tokens_per_minute is not None:
+            used, at = 0.0, 0.0
+            for when, num_tokens in [*self.charged.get(tenant, []), (self.now, 0)]:
+                used = max(0.0, used - (when - at) * quota.tokens_per_minute / 60) + num_tokens
+                at = when
+            if used + request.num_promised_tokens > quota.tokens_per_minute + 0.01:
+                return "tokens_per_minute"
+        return None
 
     def place(self, request: Request, first: Sequence[ControllerCommand] = ()) -> None:
         commands = self.handle(SubmitRequest(request))
@@ -312,6 +371,7 @@ class ControllerMachine(RuleBasedStateMachine):
             assert self.controller.num_requests(name) == 0
             assert self.controller.num_pending_tokens(name) == 0
             assert self.controller.num_queued_tokens(name) == 0
+        assert self.controller.fleet.tenants.in_use == {}
 
 
 ControllerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50)

@@ -15,6 +15,7 @@ from rayserve_paged.core.errors import (
     PagedError,
     PinLimitError,
     PoisonedRequestError,
+    QuotaExceededError,
     ReplicaLostError,
     RequestFailedError,
 )
@@ -55,6 +56,16 @@ EXAMPLES = [
         OverloadedError(8, 9, 900, 1000, None),
         "overloaded: on the least busy replica 8 sequences wait and 9 may, and 900 tokens are "
         "pending and 1000 may be; try again later",
+    ),
+    (
+        QuotaExceededError("a", "tokens_per_minute", 1000, 980, 100, 4.8),
+        "tenant 'a' is at its quota: tokens_per_minute=1000, 980 are used and 100 more are needed; "
+        "try again in 4.8 s",
+    ),
+    (
+        QuotaExceededError("a", "block_share", 50, 48, 3, None),
+        "tenant 'a' is at its quota: block_share comes to 50 blocks, 48 are used and 3 more are "
+        "needed; try again once others of its requests have ended",
     ),
     (ReplicaLostError("r0", 3, "a rank died"), "replica r0 (incarnation 3) is lost: a rank died"),
     (RequestFailedError("q1", "NaN logits"), "request q1 failed: NaN logits"),
