@@ -20,6 +20,7 @@ from rayserve_paged.commands.down import down
 from rayserve_paged.commands.experiment import experiment
 from rayserve_paged.commands.generate import generate
 from rayserve_paged.commands.http_load import load
+from rayserve_paged.commands.keys import keys
 from rayserve_paged.commands.profile import profile
 from rayserve_paged.commands.replay import replay
 from rayserve_paged.commands.serve import serve
@@ -51,6 +52,7 @@ def options(
 
 
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 app.command()(serve)
 app.command()(generate)
 app.command()(demo)

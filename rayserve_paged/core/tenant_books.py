@@ -63,8 +63,8 @@ class _Rate:
         return excess * _MINUTE_S / self._limit if excess > _ROUNDING else 0.0
 
     def pour(self, cost: int) -> None:
-        """Add a cost, or take one back that is negative."""
-        self._used = max(0.0, self._used + cost)
+        """Add a cost."""
+        self._used += cost
 
 
 @dataclasses.dataclass(slots=True)
@@ -143,14 +143,6 @@ class TenantBooks:
                 rate = rates[name] = _Rate(limit, now)
             rate.leak(now, limit)
             rate.pour(asked)
-
-    def refund(self, tenant: str | None, num_tokens: int, now: float) -> None:
-        """Give back tokens that were charged and are not used."""
-        book = None if tenant is None else self._books.get(tenant)
-        rate = None if book is None else book.rates.get("tokens_per_minute")
-        if rate is not None:
-            rate.leak(now)
-            rate.pour(-num_tokens)
 
     def enter(self, tenant: str | None, num_blocks: int, now: float) -> None:
         """Note a request that lives."""

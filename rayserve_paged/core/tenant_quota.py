@@ -21,7 +21,7 @@ class TenantQuota:
         max_concurrent_requests: Requests that were placed and have not ended.
         requests_per_minute: Requests placed. As many may come at once after a minute without any.
         tokens_per_minute: Prompt tokens and `max_tokens` of each sample, charged when a request is
-            placed; what it has not used is given back when it has ended.
+            placed, whether or not it then has as many.
         block_share: Of the blocks that all live replicas have for requests, those that live
             requests of the tenant may come to need; above 0 and up to 1.
 

@@ -14,6 +14,7 @@ from rayserve_paged.core.errors import (
     NoReplicaError,
     OverloadedError,
     PagedError,
+    QuotaExceededError,
     RequestFailedError,
     in_one_line,
 )
@@ -102,6 +103,11 @@ def as_http_error(error: Exception) -> HttpError:
             after = error.retry_after_s or _RETRY_SOON_S
             return HttpError(
                 503, message, "overloaded_error", code="overloaded", retry_after_s=after
+            )
+        case QuotaExceededError():
+            after = error.retry_after_s or _RETRY_SOON_S
+            return HttpError(
+                429, message, "rate_limit_error", code="rate_limit_exceeded", retry_after_s=after
             )
         case NoReplicaError() | DeploymentError():
             return HttpError(

@@ -11,9 +11,10 @@ from fingerprint_llm import greedy
 from rayserve_paged import LLM, SamplingParams
 from rayserve_paged.core.config import BatchConfig, CacheConfig, DeploymentConfig, ModelConfig
 from rayserve_paged.core.controller_messages import Placed, Rejected, SubmitRequest
-from rayserve_paged.core.errors import InvalidInputError, OverloadedError
+from rayserve_paged.core.errors import InvalidInputError, OverloadedError, QuotaExceededError
 from rayserve_paged.core.ids import Attempt, Incarnation, ReplicaId, RequestId
 from rayserve_paged.core.request import FinishReason
+from rayserve_paged.core.tenant_quota import TenantQuota
 from rayserve_paged.front_end import FrontEnd
 from rayserve_paged.inprocess import InProcessShell
 from rayserve_paged.model.fingerprint import oracle
@@ -109,6 +110,46 @@ def test_a_stream_is_refused_at_once_where_too_many_wait(shell: WatchedShell) ->
         await front_end.close()
 
     asyncio.run(test())
+
+
+def test_a_tenant_at_its_quota_waits_in_a_batch_and_is_in_nobodys_way() -> None:
+    async def test(shell: WatchedShell) -> None:
+        front_end = FrontEnd(shell, ByteTokenizer(1000))
+        quota = TenantQuota(max_concurrent_requests=1)
+        slow = RequestOptions(request_id="slow", tenant="a", quota=quota)
+        slow_task = asyncio.create_task(
+            front_end.complete([front_end.prepare("busy", ENDLESS, slow)])
+        )
+        while not shell.submissions:
+            await asyncio.sleep(0.001)
+        of_a = RequestOptions(tenant="a", quota=quota)
+        with pytest.raises(QuotaExceededError) as refused:
+            async for _ in front_end.stream(front_end.prepare("late", GREEDY, of_a)):
+                pass
+        assert (refused.value.tenant, refused.value.used) == ("a", 1)
+        waiting = asyncio.create_task(
+            front_end.complete([front_end.prepare(f"a {i}", GREEDY, of_a) for i in range(3)])
+        )
+        for options in (RequestOptions(tenant="b", quota=quota), RequestOptions()):
+            jobs = [front_end.prepare(f"b {i}", GREEDY, options) for i in range(3)]
+            outputs = await front_end.complete(jobs)
+            assert [output.token_ids for output in outputs] == [
+                greedy(f"b {i}", 8) for i in range(3)
+            ]
+        assert not waiting.done()
+        await front_end.cancel("slow")
+        assert [output.token_ids for output in await waiting] == [
+            greedy(f"a {i}", 8) for i in range(3)
+        ]
+        await slow_task
+        await until_nothing_is_held(front_end)
+        await front_end.close()
+
+    shell = WatchedShell(CONFIG)
+    try:
+        asyncio.run(test(shell))
+    finally:
+        shell.shutdown()
 
 
 def test_what_waits_for_room_can_be_cancelled_and_has_its_deadline(shell: WatchedShell) -> None:
