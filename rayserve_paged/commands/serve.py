@@ -24,6 +24,9 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model.")
     ] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option(help="Tenants and their hashed API keys; absent: no keys.")
+    ] = None,
     ingress_replicas: Annotated[
         int | None, typer.Option(help="Processes that answer HTTP (1).")
     ] = None,
@@ -63,6 +66,7 @@ def serve(
         "parallel.tensor_parallel_size": tp,
         "parallel.num_replicas": replicas,
         "serve.served_model_name": served_model_name,
+        "serve.keys_file": None if keys_file is None else str(keys_file),
         "serve.num_ingress_replicas": ingress_replicas,
     }
     run(config, flags, host=host, port=port, address=address, shell=shell)

@@ -26,6 +26,7 @@ from rayserve_paged.serve.event_stream import (
     unless_gone,
 )
 from rayserve_paged.serve.http_errors import HttpError, as_http_error, shown_value
+from rayserve_paged.serve.key_check import KeyCheck, tenant_of
 from rayserve_paged.serve.openai_answers import AnswerWriter, ChatWriter, CompletionWriter
 from rayserve_paged.serve.openai_requests import (
     chat_ask,
@@ -81,12 +82,16 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        reporting = asyncio.create_task(service.report())
+        tasks = [
+            asyncio.create_task(service.report()),
+            asyncio.create_task(service.keys.watch()),
+        ]
         try:
             yield
         finally:
-            reporting.cancel()
-            await asyncio.gather(reporting, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await service.close()
             if on_close is not None:
                 await asyncio.to_thread(on_close)
@@ -100,6 +105,8 @@ def create_app(
         docs_url=None,
     )
     app.add_middleware(BodyLimit, max_body_bytes=int(service.config.serve.max_body_bytes))
+    # Each goes round those before: what is refused has an id as well.
+    app.add_middleware(KeyCheck, keys=service.keys)
     app.add_middleware(RequestIds, adds_header=adds_request_id)
     _handle_errors(app)
     _add_model_routes(app, service)
@@ -218,7 +225,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         with named_as_in(body):
             ask = completion_ask(body, service.config.serve.max_prompts)
-            submission = await service.prepare(ask, streaming=bool(body.stream))
+            submission = await service.prepare(ask, tenant_of(request), streaming=bool(body.stream))
         prompts = [job.request.prompt_token_ids for job in submission.jobs]
         head = _head("cmpl", submission, service)
         writer = CompletionWriter(head, ask, prompts, service.tokenizer)
@@ -230,7 +237,7 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         with named_as_in(body):
             ask = chat_ask(body)
-            submission = await service.prepare(ask, streaming=bool(body.stream))
+            submission = await service.prepare(ask, tenant_of(request), streaming=bool(body.stream))
         (job,) = submission.jobs
         head = _head("chatcmpl", submission, service)
         writer = ChatWriter(head, ask, job.request.prompt_token_ids, service.tokenizer)

@@ -45,5 +45,5 @@ def build(config: EndpointConfig) -> Application:
         # Every request has a line of our own.
         logging_config=LoggingConfig(enable_access_log=False),
     )
-    application: Application = deployment.bind(config)
+    application: Application = deployment.bind(config.with_absolute_paths())
     return application

@@ -16,8 +16,7 @@ from rayserve_paged.serve.dashboard_state import (
     dashboard_state,
     totals,
 )
-
-_EVERYONE = Reader("", sees_all=True)
+from rayserve_paged.serve.key_check import tenant_of
 
 
 class DashboardFeed:
@@ -38,12 +37,11 @@ class DashboardFeed:
         Raises:
             DeploymentError: The controller does not answer.
         """
-        del request
         view = await self._deployment.cluster_view()
         reports = await self._deployment.owner_reports()
         running = [one for report in reports for one in report.running]
         figures = _totals(reports)
-        return dashboard_state(view, running, figures, model=self._model, reader=_EVERYONE)
+        return dashboard_state(view, running, figures, model=self._model, reader=_reader(request))
 
     async def cell(self, request: Request, replica: str, cell: int) -> CellState | None:
         """Return the holders of a cell; None where there is none.
@@ -51,11 +49,15 @@ class DashboardFeed:
         Raises:
             DeploymentError: The controller does not answer.
         """
-        del request
         view = await self._deployment.cluster_view((ReplicaId(replica), cell))
         reports = await self._deployment.owner_reports()
         running = [one for report in reports for one in report.running]
-        return cell_state(view, running, reader=_EVERYONE)
+        return cell_state(view, running, reader=_reader(request))
+
+
+def _reader(request: Request) -> Reader:
+    tenant = tenant_of(request)
+    return Reader(tenant.name, sees_all=tenant.is_admin)
 
 
 def _totals(reports: Sequence[OwnerReport]) -> Totals:

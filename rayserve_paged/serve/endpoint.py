@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -17,6 +18,7 @@ from rayserve_paged.model.loader import resolve_model
 from rayserve_paged.model.parallel import deal_heads
 from rayserve_paged.model.spec import check_kv_dtype
 from rayserve_paged.serve.build import build
+from rayserve_paged.serve.keys_file import read_keys
 from rayserve_paged.serve.local_server import bind
 from rayserve_paged.serve.serve_config import EndpointConfig
 from rayserve_paged.shells import with_absolute_paths
@@ -69,8 +71,11 @@ def check_model(config: EndpointConfig) -> None:
     """Refuse here, before anything is started, what the ranks would refuse.
 
     Raises:
-        InvalidInputError: There is no such model, or not in this width or dtype.
+        InvalidInputError: There is no such model, or not in this width or dtype; or the keys
+            cannot be read.
     """
+    if config.serve.keys_file is not None:
+        read_keys(Path(config.serve.keys_file).expanduser())
     source = resolve_model(config.model.model, user_cache_dir())
     check_kv_dtype(source, config.model.kv_dtype)
     deal_heads(

@@ -110,9 +110,12 @@ def _print_ready(config: EndpointConfig, url: str, seconds: float) -> None:
     if config.model.model == "fingerprint":  # It knows no roles.
         body = json.dumps({"model": config.model_name, "prompt": "hello", "max_tokens": 16})
         route = "completions"
+    key = ' -H "Authorization: Bearer $KEY"' if config.serve.keys_file else ""
     print(f"{config.model_name} is served at {url}/v1 (ready after {seconds:.1f} s)")
     print()
-    print(f"  curl {url}/v1/{route} -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+    print(
+        f"  curl {url}/v1/{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    )
     print()
     print(f"  dashboard  {url}/dashboard", flush=True)
 

@@ -1,6 +1,7 @@
 """The configuration of an endpoint: a deployment's, and a section `serve` of its own."""
 
 import hashlib
+from pathlib import Path
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
@@ -20,6 +21,9 @@ class ServeSection(BaseModel):
     """Cores that each of them asks Ray for."""
     served_model_name: str | None = Field(default=None, min_length=1, max_length=256)
     """What clients call the model; None for `model.model`."""
+    keys_file: str | None = Field(default=None, min_length=1)
+    """Tenants, their hashed API keys and quotas, on every node with an ingress; None to let
+    everyone in. See docs/tenants.md."""
     max_body_bytes: ByteSize = Field(default=ByteSize(4 << 20), ge=1024)
     """Largest request body; longer ones are refused with status 413."""
     max_live_requests: int = Field(default=4096, ge=1)
@@ -56,3 +60,10 @@ class EndpointConfig(DeploymentConfig):
         digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:_DIGEST_LENGTH]
         longest = 63 - len(digest) - 1
         return config.model_copy(update={"name": f"{self.name[:longest]}-{digest}"})
+
+    def with_absolute_paths(self) -> "EndpointConfig":
+        """Return the configuration with its keys file whole, since an ingress runs elsewhere."""
+        if self.serve.keys_file is None:
+            return self
+        path = str(Path(self.serve.keys_file).expanduser().resolve())
+        return self.model_copy(update={"serve": self.serve.model_copy(update={"keys_file": path})})

@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from rayserve_paged.core.errors import (
@@ -23,9 +24,11 @@ from rayserve_paged.prompts import Prompt
 from rayserve_paged.request_options import RequestOptions
 from rayserve_paged.serve.dashboard_feed import DashboardFeed
 from rayserve_paged.serve.http_errors import HttpError, shown_value
+from rayserve_paged.serve.keys_file import WatchedKeys
 from rayserve_paged.serve.openai_requests import Ask
 from rayserve_paged.serve.request_figures import RequestFigures
 from rayserve_paged.serve.serve_config import EndpointConfig
+from rayserve_paged.serve.tenants import Tenant
 
 _LONG_TEXT: Final = 4096
 """Characters from which on a prompt is tokenized in a thread, so that streams go on meanwhile."""
@@ -62,6 +65,9 @@ class Service:
         deployment: Behind the endpoint.
         tokenizer: Of its model.
         config: Of the endpoint.
+
+    Raises:
+        InvalidInputError: Its keys cannot be read.
     """
 
     def __init__(
@@ -73,6 +79,8 @@ class Service:
         self.dashboard = DashboardFeed(deployment, config.model_name)
         self._deployment = deployment
         self._front_end = FrontEnd(deployment, tokenizer, config.recovery)
+        path = config.serve.keys_file
+        self.keys = WatchedKeys(None if path is None else Path(path).expanduser())
         self._num_live = 0
         self._figures = RequestFigures()
         # When a replica was last known to serve, on the clock of time.monotonic.
@@ -94,28 +102,36 @@ class Service:
             message = f"model={shown_value(name)} does not exist: expected {served}"
             raise HttpError(404, message, param="model", code="model_not_found")
 
-    async def prepare(self, ask: Ask, *, streaming: bool) -> Submission:
+    async def prepare(self, ask: Ask, tenant: Tenant, *, streaming: bool) -> Submission:
         """Check all prompts of a body; nothing is submitted yet.
+
+        Args:
+            ask: What the body asks for.
+            tenant: Who asks.
+            streaming: Whether it is to be read as it comes.
 
         Raises:
             InvalidInputError: A prompt or a parameter is not accepted.
         """
         request_id = ask.options.request_id or secrets.token_hex(12)
-        options = self._options(ask.options)
+        ask = dataclasses.replace(
+            ask, options=dataclasses.replace(ask.options, request_id=request_id)
+        )
+        options = self._options(ask.options, tenant)
         num_chars = sum(_num_chars(prompt) for prompt in ask.prompts)
         # A grammar is tried in another process, which may take seconds to start.
         if num_chars > _LONG_TEXT or ask.params.grammar is not None:
-            jobs = await asyncio.to_thread(self._jobs, ask, request_id, options, streaming)
+            jobs = await asyncio.to_thread(self._jobs, ask, options, streaming)
         else:
-            jobs = self._jobs(ask, request_id, options, streaming)
+            jobs = self._jobs(ask, options, streaming)
         return Submission(request_id, int(time.time()), ask, jobs)
 
-    def _jobs(
-        self, ask: Ask, request_id: str, options: RequestOptions, streaming: bool
-    ) -> tuple[Job, ...]:
+    def _jobs(self, ask: Ask, options: RequestOptions, streaming: bool) -> tuple[Job, ...]:
         jobs = []
         for place, prompt in enumerate(ask.prompts):
-            name = request_id if len(ask.prompts) == 1 else f"{request_id}/{place}"
+            name = options.request_id
+            if len(ask.prompts) > 1:
+                name = f"{name}/{place}"
             named = dataclasses.replace(options, request_id=name)
             try:
                 job = self._front_end.prepare(prompt, ask.params, named, streaming=streaming)
@@ -126,13 +142,20 @@ class Service:
             jobs.append(job)
         return tuple(jobs)
 
-    def _options(self, options: RequestOptions) -> RequestOptions:
-        longest = self.config.serve.max_deadline_s
-        if longest is None:
-            return options
-        asked = options.deadline_s
+    def _options(self, options: RequestOptions, tenant: Tenant) -> RequestOptions:
+        longest, deadline_s = self.config.serve.max_deadline_s, options.deadline_s
+        if longest is not None:
+            deadline_s = longest if deadline_s is None else min(deadline_s, longest)
+        # Tenants' names are apart, so that none learns of another's requests by a name in use.
+        name = f"{tenant.name}/{options.request_id}" if tenant.name else options.request_id
         return dataclasses.replace(
-            options, deadline_s=longest if asked is None else min(asked, longest)
+            options,
+            request_id=name,
+            deadline_s=deadline_s,
+            tenant=tenant.charged,
+            quota=tenant.quota,
+            tenant_salt=tenant.scope_salt(options.tenant_salt),
+            priority=tenant.request_priority(options.priority),
         )
 
     async def chunks(self, submission: Submission) -> AsyncGenerator[Chunks, None]:
