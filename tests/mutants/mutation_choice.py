@@ -10,6 +10,7 @@ from trials import CORE, ROOT
 _OTHER_MODULES = {
     "__init__",
     "book_invariants",
+    "cluster_view",
     "config",
     "controller_messages",
     "errors",
@@ -24,6 +25,7 @@ _OTHER_MODULES = {
     "replica_messages",
     "request",
     "run_lists",
+    "running_request",
     "sampling_params",
     "step_messages",
     "stream_messages",

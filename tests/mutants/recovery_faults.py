@@ -102,7 +102,7 @@ RECOVERY_FAULTS = (
     ),
     RecoveryFault(
         "fleet.Fleet.lose:stale-entry",
-        "del self.booked[request_id]",
+        "del self.booked[booked.request_id]",
         "the requests of a lost replica stay in the books",
     ),
     RecoveryFault(
