@@ -21,6 +21,7 @@ from rayserve_paged.commands.experiment import experiment
 from rayserve_paged.commands.generate import generate
 from rayserve_paged.commands.http_load import load
 from rayserve_paged.commands.keys import keys
+from rayserve_paged.commands.plan import plan
 from rayserve_paged.commands.profile import profile
 from rayserve_paged.commands.replay import replay
 from rayserve_paged.commands.serve import serve
@@ -60,6 +61,7 @@ app.command()(down)
 app.command()(build_kernels)
 app.command()(analyze)
 app.command()(simulate)
+app.command()(plan)
 app.command()(replay)
 app.command()(profile)
 app.command()(experiment)

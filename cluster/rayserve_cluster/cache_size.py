@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from rayserve_paged.core.attention_window import AttentionWindow, num_blocks_held
 from rayserve_paged.core.config import CacheConfig
 from rayserve_paged.core.errors import InvalidInputError
 
 DEFAULT_CPU_BYTES = 1 << 30
 DEFAULT_GPU_SHARE = 0.8
 """Of the memory that is free once the weights are loaded; the rest is for activations."""
+
+
+def default_pool_bytes(available_bytes: int, *, on_gpu: bool) -> int:
+    """Return the bytes of a pool of which the user names no size.
+
+    Args:
+        available_bytes: Memory that is free once the weights are loaded.
+        on_gpu: Of a GPU, which a rank has to itself.
+    """
+    return int(available_bytes * DEFAULT_GPU_SHARE) if on_gpu else DEFAULT_CPU_BYTES
+
+
+def max_useful_blocks(
+    cache: CacheConfig, windows: Sequence[AttentionWindow], *, max_num_seqs: int, max_model_len: int
+) -> int:
+    """Return how many blocks there are if all rows are filled to the longest sequence.
+
+    Args:
+        cache: What the user asked for.
+        windows: Of the model's layer groups.
+        max_num_seqs: Sequences that run at once.
+        max_model_len: Tokens of the longest.
+    """
+    num_useful = max_num_seqs * num_blocks_held(windows, max_model_len, cache.block_size)
+    return math.ceil(num_useful / (1 - cache.max_pinned_share))
 
 
 def choose_num_blocks(

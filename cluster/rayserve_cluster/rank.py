@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +11,10 @@ import torch
 from torch.distributed import Store
 
 from rayserve_cluster.cache_size import (
-    DEFAULT_CPU_BYTES,
-    DEFAULT_GPU_SHARE,
     available_memory,
     choose_num_blocks,
+    default_pool_bytes,
+    max_useful_blocks,
 )
 from rayserve_cluster.executor import RankZeroExecutor
 from rayserve_cluster.model_runner import FindSharedPrefixes, ModelRunner
@@ -25,7 +24,6 @@ from rayserve_kernels.attention import AttentionBackend, TorchBackend
 from rayserve_kernels.layout import KVLayout
 from rayserve_kernels.native_build import BuildError, available_widths
 from rayserve_kernels.native_cpu import native_of_width, native_or_torch
-from rayserve_paged.core.attention_window import num_blocks_held
 from rayserve_paged.core.block_identity import BlockScope
 from rayserve_paged.core.config import CpuAttention, DeploymentConfig, ModelConfig
 from rayserve_paged.core.controller_messages import LoseReplica
@@ -102,15 +100,17 @@ def start_rank(
         _check_gpu(device, config.model, layout)
     # Graphs of steps with collectives have not been tried on any GPU.
     with_graphs = on_gpu and group.world_size == 1
-    num_useful = config.batch.max_num_seqs * num_blocks_held(
-        windows, max_model_len, layout.block_size
-    )
     num_blocks = choose_num_blocks(
         config.cache,
         block_bytes=layout.block_bytes,
         available_bytes=available_bytes - with_graphs * layout.block_bytes,
-        default_bytes=int(available_bytes * DEFAULT_GPU_SHARE) if on_gpu else DEFAULT_CPU_BYTES,
-        max_useful_blocks=math.ceil(num_useful / (1 - config.cache.max_pinned_share)),
+        default_bytes=default_pool_bytes(available_bytes, on_gpu=on_gpu),
+        max_useful_blocks=max_useful_blocks(
+            config.cache,
+            windows,
+            max_num_seqs=config.batch.max_num_seqs,
+            max_model_len=max_model_len,
+        ),
     )
     if store is not None:
         group.connect(store, name, config.timeouts.start_timeout_s)

@@ -14,6 +14,7 @@ from rayserve_paged.sim.hardware import (
     GPUS,
     GPUS_PER_NODE,
     MODEL_SHAPES,
+    ModelShape,
     num_blocks_that_fit,
 )
 from rayserve_paged.sim.network import NetworkSpec
@@ -29,7 +30,7 @@ def describe_cluster(
     num_replicas: int,
     gpu: str,
     tensor_parallel_size: int,
-    model_shape: str,
+    model_shape: str | ModelShape,
     block_size: int,
     batch: BatchConfig,
     num_blocks: int | None = None,
@@ -44,7 +45,7 @@ def describe_cluster(
         num_replicas: Replicas.
         gpu: One of `GPUS`.
         tensor_parallel_size: Ranks of a replica.
-        model_shape: One of `MODEL_SHAPES`.
+        model_shape: A name of `MODEL_SHAPES`, or another model's sizes.
         block_size: Slots per block.
         batch: Bounds on a step.
         num_blocks: Of each replica; None for what the GPU's memory holds.
@@ -58,7 +59,9 @@ def describe_cluster(
         InvalidInputError: A name that is not known, a model that does not fit, a bad profile.
     """
     chosen = _named("gpu", gpu, GPUS)
-    shape = _named("model_shape", model_shape, MODEL_SHAPES)
+    shape = model_shape
+    if isinstance(shape, str):
+        shape = _named("model_shape", shape, MODEL_SHAPES)
     if block_size < 1:
         raise InvalidInputError("block_size", block_size, "at least 1 slot")
     if num_blocks is not None and num_blocks < 1:

@@ -54,7 +54,9 @@ class ModelShape:
         vocab_size: Token ids.
         max_model_len: Prompt and output tokens that the positions allow.
         tied_embeddings: Whether the head's weights are the embedding's.
-        dtype_bytes: Of a weight and of an element of the KV cache.
+        dtype_bytes: Of a weight, and of an element of the KV cache unless `kv_vector_bytes` is set.
+        kv_vector_bytes: Of one head's key or value in the cache, its scale included; None for
+            `head_dim` elements of `dtype_bytes`.
     """
 
     name: str
@@ -68,6 +70,7 @@ class ModelShape:
     max_model_len: int
     tied_embeddings: bool = False
     dtype_bytes: int = 2
+    kv_vector_bytes: int | None = None
 
     @property
     def num_layer_weights(self) -> int:
@@ -92,7 +95,8 @@ class ModelShape:
     def kv_bytes_per_token(self, tensor_parallel_size: int) -> int:
         """Return the KV bytes of one token on the rank that holds most KV heads."""
         num_kv_heads = -(-self.num_kv_heads // tensor_parallel_size)
-        return 2 * self.num_layers * num_kv_heads * self.head_dim * self.dtype_bytes
+        vector_bytes = self.kv_vector_bytes or self.head_dim * self.dtype_bytes
+        return 2 * self.num_layers * num_kv_heads * vector_bytes
 
 
 _NVLINK_LATENCY_S = 1e-6
