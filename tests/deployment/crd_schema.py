@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import yaml
+from jsonschema import validators
 from jsonschema.exceptions import ValidationError
 
 Schema = dict[str, Any]
@@ -156,7 +157,7 @@ def _list_type(
         seen.add(identity)
 
 
-_Validator: Any = jsonschema.validators.extend(
+_Validator: Any = validators.extend(
     jsonschema.Draft202012Validator,
     {
         _UNKNOWN: _unknown_fields,
