@@ -1,6 +1,7 @@
 """`rayserve-paged bench`: benchmarks that print what was measured."""
 
 import json
+import statistics
 from typing import Annotated
 
 import typer
@@ -87,4 +88,44 @@ def placement(
             f"{num:5d} replicas: {rates['placements_per_s']:8,.0f} placements/s, "
             f"{rates['directory_updates_per_s']:10,.0f} keys/s in "
             f"{rates['reports_per_s']:7,.0f} reports/s, {last}"
+        )
+
+
+@bench.command()
+def http(
+    streams: Annotated[str, typer.Option(help="Streams at once, with commas.")] = "1,8,64,200",
+    tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each stream.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of rounds at each.")] = 11,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What HTTP costs a token beside `LLM.stream`, on a local Ray cluster with the fingerprint
+    model: µs of wall time per token, in alternating rounds.
+    """
+    from rayserve_paged.core.errors import InvalidInputError
+    from rayserve_paged.experiments.http_bench import http_overheads
+
+    try:
+        concurrencies = [int(part) for part in streams.split(",")]
+    except ValueError:
+        concurrencies = []
+    if not concurrencies or min(concurrencies) < 1:
+        raise InvalidInputError("--streams", streams, "integers of at least 1, with commas")
+    for one in http_overheads(concurrencies, tokens, rounds):
+        direct, through = statistics.median(one.direct_us), statistics.median(one.http_us)
+        figures = {
+            "num_streams": one.num_streams,
+            "direct_us": round(direct, 1),
+            "http_us": round(through, 1),
+            "overhead_median_us": round(one.median_us, 1),
+            "overhead_p99_us": round(one.p99_us, 1),
+            "ratio": round(through / direct, 3),
+        }
+        if as_json:
+            print(json.dumps(figures), flush=True)
+            continue
+        print(
+            f"{one.num_streams:4d} streams: {direct:8.1f} µs per token direct, {through:8.1f} over "
+            f"HTTP ({through / direct:.2f} times); overhead {one.median_us:.1f} µs in the median, "
+            f"{one.p99_us:.1f} in the 99th percentile of {rounds} rounds",
+            flush=True,
         )

@@ -26,6 +26,9 @@ class ServeSection(BaseModel):
     everyone in. See docs/tenants.md."""
     max_body_bytes: ByteSize = Field(default=ByteSize(4 << 20), ge=1024)
     """Largest request body; longer ones are refused with status 413."""
+    min_write_gap_s: float = Field(default=0.01, ge=0, le=1)
+    """Tokens of one stream that follow each other more closely than this go in one write, the
+    first and the last ones excepted."""
     max_live_requests: int = Field(default=4096, ge=1)
     """Requests that one ingress has open at once; further ones are refused with status 503."""
     max_prompts: int = Field(default=128, ge=1)
