@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -56,6 +57,14 @@ def available_widths() -> tuple[Width, ...]:
     """Instruction sets that this processor has, the widest first."""
     widths: tuple[Width, ...] = typing.get_args(Width)
     return widths[widths.index(widest()) :]
+
+
+def buildable_widths() -> tuple[Width, ...]:
+    """Instruction sets that a compiler for processors of this kind knows, whether this one has them
+    or not.
+    """
+    widths: tuple[Width, ...] = typing.get_args(Width)
+    return widths if platform.machine() in ("x86_64", "AMD64") else ("portable",)
 
 
 def build_library(cache_dir: Path, width: Width, compilers: tuple[str, ...] = COMPILERS) -> Path:

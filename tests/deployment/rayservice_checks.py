@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ray
@@ -95,6 +95,7 @@ def _serve_problems(manifest: Object) -> Iterator[str]:
         yield f"serveConfigV2: args: {error}"
         return
     yield from _room_problems(manifest, endpoint)
+    yield from _keys_problems(manifest, endpoint)
 
 
 def _dropped(given: object, known: object, path: str = "") -> Iterator[str]:
@@ -137,6 +138,19 @@ def _room_problems(manifest: Object, endpoint: EndpointConfig) -> Iterator[str]:
         yield "fewer ingresses than worker pods: a pod without one is never ready"
     if endpoint.serve.ingress_num_cpus == 0:
         yield "ingresses that ask for no core may come to the head"
+
+
+def _keys_problems(manifest: Object, endpoint: EndpointConfig) -> Iterator[str]:
+    """See to it that every pod with an ingress has the keys."""
+    if endpoint.serve.keys_file is None:
+        return
+    folder = str(PurePosixPath(endpoint.serve.keys_file).parent)
+    for group in manifest["spec"]["rayClusterConfig"].get("workerGroupSpecs", []):
+        spec = group["template"]["spec"]
+        secrets = {volume["name"] for volume in spec.get("volumes", []) if "secret" in volume}
+        mounts = spec["containers"][0].get("volumeMounts", [])
+        if not any(m["mountPath"] == folder and m["name"] in secrets for m in mounts):
+            yield f"{group['groupName']}: no secret is mounted at {folder}, for serve.keys_file"
 
 
 def _offered(group: Object) -> dict[str, Fraction]:
