@@ -27,6 +27,7 @@ IMPORT_PATH = "rayserve_paged.serve.build:app"
 _GPU = "nvidia.com/gpu"
 _UPGRADES = ("NewCluster", "NewClusterWithIncrementalUpgrade", "None")
 _MIN_SPARE_S = 60.0
+_DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 Object = Mapping[str, Any]
 
@@ -240,23 +241,26 @@ def _container_problems(container: Object, pod: Object) -> Iterator[str]:
     numbers = [port["containerPort"] for port in container.get("ports", [])]
     if len(set(numbers)) < len(numbers):
         yield f"a port is there twice: {numbers}"
-    yield from _environment_problems(container)
+    yield from _environment_problems(container, pod)
 
 
-def _environment_problems(container: Object) -> Iterator[str]:
+def _environment_problems(container: Object, pod: Object) -> Iterator[str]:
     for variable in container.get("env", []):
         name, value = variable["name"], variable.get("value")
-        setting = name.removeprefix("RAY_")
-        # Ray's internal settings are in lower case, and a misspelt one is ignored.
-        if name.startswith("RAY_") and setting.islower() and setting.encode() not in _ray_core():
-            yield f"env: Ray knows no setting {setting}"
+        # A misspelt one is ignored. The core's settings are in lower case, behind the prefix.
+        if name.startswith("RAY_") and name.removeprefix("RAY_").encode() not in _ray_sources():
+            yield f"env: Ray knows no {name}"
         if value is not None and not isinstance(value, str):
             yield f"env: {name} is no text"
+        if name == _DRAIN and float(value or 0) > pod.get("terminationGracePeriodSeconds", 30):
+            yield f"terminationGracePeriodSeconds is shorter than {_DRAIN}, {value}"
 
 
 @functools.cache
-def _ray_core() -> bytes:
-    return (Path(ray.__file__).parent / "_raylet.so").read_bytes()
+def _ray_sources() -> bytes:
+    folder = Path(ray.__file__).parent
+    sources = (path for name in ("_private", "_common") for path in (folder / name).rglob("*.py"))
+    return b"".join(path.read_bytes() for path in (folder / "_raylet.so", *sources))
 
 
 def _version_problems(manifest: Object) -> Iterator[str]:

@@ -117,7 +117,7 @@ def test_everything_is_installed_by_the_pins() -> None:
             assert all("==" in name for name in wanted)
     makefile = (ROOT / "Makefile").read_text("utf-8")
     (model,) = re.findall(r"^SMOLLM2 := (\S+)$", makefile, re.MULTILINE)
-    assert [*installs[-1][-1:]] == [model]
+    assert installs[-1][-1] == model
 
 
 def test_the_extras_that_it_installs_exist() -> None:

@@ -76,11 +76,12 @@ def test_nothing_is_wrong_with_those_that_ship(name: str) -> None:
         (f"{CONTAINER}.volumeMounts.0.mountPath", "/dev/mem", "no shared memory"),
         (f"{CONTAINER}.volumeMounts.1.name", "modles", "no volume is called modles"),
         (f"{CONTAINER}.volumeMounts.2.mountPath", "/etc/keys", "no secret is mounted at"),
+        (f"{WORKER}.template.spec.terminationGracePeriodSeconds", 60, "shorter than RAY_GRACEFUL"),
         (f"{HEAD}.rayStartParams.num-cpus", None, "head: num-cpus is not 0"),
         (
             f"{HEAD}.template.spec.containers.0.env.1.name",
             "RAY_health_check_period_millis",
-            "Ray knows no setting health_check_period_millis",
+            "Ray knows no RAY_health_check_period_millis",
         ),
     ],
 )
