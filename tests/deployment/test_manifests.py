@@ -280,15 +280,10 @@ def test_the_command_says_what_to_download_and_what_is_wrong(
     assert "kind='ConfigMap'" in capsys.readouterr().err
 
 
-def test_the_other_manifests_select_the_pods_of_the_rayservice() -> None:
+def test_the_network_policy_selects_the_pods_of_the_rayservice() -> None:
     folder = check_manifests.FOLDER
     template = GPU["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]
     ports = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
-    monitor = yaml.safe_load((folder / "pod-monitor.yaml").read_text("utf-8"))
-    selected = monitor["spec"]["selector"]["matchLabels"]
-    own = {key: value for key, value in selected.items() if not key.startswith("ray.io/")}
-    assert own == template["metadata"]["labels"]
-    assert {one["port"] for one in monitor["spec"]["podMetricsEndpoints"]} <= ports
     policy = yaml.safe_load((folder / "network-policy.yaml").read_text("utf-8"))
     assert policy["spec"]["podSelector"]["matchLabels"] == template["metadata"]["labels"]
     head = GPU["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]
