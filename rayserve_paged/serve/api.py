@@ -267,7 +267,7 @@ async def _answer(
     events = _events(service.chunks(submission), writer, wants_usage)
     # What is refused has a status of its own, so nothing is answered before there is something.
     first = await unless_gone(receive, anext(events))
-    return EventStream(first, events, service.config.serve.min_write_gap_s)
+    return EventStream(first, events, service.write_gap_s)
 
 
 class _Json(JSONResponse):

@@ -7,7 +7,7 @@ sent after it; what was computed for it is then cancelled.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, Final, TypeVar
 
 from starlette.responses import Response
@@ -65,8 +65,9 @@ class EventStream(Response):
     Args:
         first: What is sent first.
         events: All that follows; closed at the end, and when the client leaves.
-        min_gap_s: Least time between two writes, for fewer of them where tokens follow each other
-            more closely; the first and the last are not held back.
+        gap_s: Says after each write how long the next one waits at least, so that there are fewer
+            of them where tokens follow each other more closely; the first and the last are not
+            held back.
         headers: Besides those of every event stream.
     """
 
@@ -76,7 +77,7 @@ class EventStream(Response):
         self,
         first: bytes,
         events: AsyncGenerator[bytes, None],
-        min_gap_s: float,
+        gap_s: Callable[[], float],
         headers: Mapping[str, str] | None = None,
     ) -> None:
         plain = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -85,7 +86,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first = first
         self._events = events
-        self._min_gap_s = min_gap_s
+        self._gap_s = gap_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request."""
@@ -111,7 +112,7 @@ class EventStream(Response):
                     pending.clear()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 # What comes meanwhile goes in one write; nothing waits for it once all has come.
-                await asyncio.wait((reading,), timeout=self._min_gap_s)
+                await asyncio.wait((reading,), timeout=self._gap_s())
             reading.result()
         finally:
             reading.cancel()

@@ -29,6 +29,9 @@ class ServeSection(BaseModel):
     min_write_gap_s: float = Field(default=0.01, ge=0, le=1)
     """Tokens of one stream that follow each other more closely than this go in one write, the
     first and the last ones excepted."""
+    max_writes_per_s: int = Field(default=2000, ge=1)
+    """Of one ingress, over all of its streams: with many of them open each is written to less
+    often, and with more at a time. A write costs far more than the tokens in it."""
     max_live_requests: int = Field(default=4096, ge=1)
     """Requests that one ingress has open at once; further ones are refused with status 503."""
     max_prompts: int = Field(default=128, ge=1)

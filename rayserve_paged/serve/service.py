@@ -91,6 +91,11 @@ class Service:
         """Prompt and output tokens that a request may have."""
         return self._deployment.limits.served_len
 
+    def write_gap_s(self) -> float:
+        """Return how long a stream waits between two writes: the longer, the more are open."""
+        serve = self.config.serve
+        return max(serve.min_write_gap_s, self._num_live / serve.max_writes_per_s)
+
     def check_model(self, name: str | None) -> None:
         """Check the model that a body names.
 

@@ -39,7 +39,7 @@ def test_events_that_follow_closely_go_in_one_write_and_the_last_ones_are_not_he
     async def run() -> Wire:
         wire = Wire()
         # With a gap without end: whatever is not the first is written when all has come.
-        await EventStream(b"first ", events(), NEVER)({}, wire.receive, wire.send)
+        await EventStream(b"first ", events(), lambda: NEVER)({}, wire.receive, wire.send)
         return wire
 
     wire = asyncio.run(run())
@@ -57,7 +57,7 @@ def test_without_a_gap_each_event_that_comes_alone_is_written_alone() -> None:
 
     async def run() -> Wire:
         wire = Wire()
-        await EventStream(b"x", events(), 0.0)({}, wire.receive, wire.send)
+        await EventStream(b"x", events(), lambda: 0.0)({}, wire.receive, wire.send)
         return wire
 
     assert asyncio.run(run()).bodies == [b"x"] * 4
@@ -77,7 +77,7 @@ def test_a_client_that_leaves_closes_what_is_sent(gap_s: float) -> None:
             finally:
                 is_closed = True
 
-        await EventStream(b"first", events(), gap_s)({}, wire.receive, wire.send)
+        await EventStream(b"first", events(), lambda: gap_s)({}, wire.receive, wire.send)
         return wire, is_closed
 
     wire, is_closed = asyncio.run(run())
@@ -91,7 +91,7 @@ def test_what_breaks_a_stream_is_raised_and_does_not_end_it() -> None:
         raise ValueError("broken")
 
     async def run(wire: Wire) -> None:
-        await EventStream(b"first", events(), 0.0)({}, wire.receive, wire.send)
+        await EventStream(b"first", events(), lambda: 0.0)({}, wire.receive, wire.send)
 
     async def check() -> None:
         wire = Wire()
