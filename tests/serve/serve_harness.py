@@ -1,5 +1,6 @@
 """What the tests of the endpoint on Ray Serve share: a cluster with Serve, clients, processes."""
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -86,11 +87,12 @@ def held_blocks(config: EndpointConfig) -> int:
 
 
 def ingress_pids() -> set[int]:
-    return {
-        process.pid
-        for process in psutil.process_iter()
-        if "ServeReplica" in " ".join(process.cmdline() or [process.name()])
-    }
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # It has ended meanwhile.
+            if "ServeReplica" in " ".join(process.cmdline() or [process.name()]):
+                found.add(process.pid)
+    return found
 
 
 def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
