@@ -6,6 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, assert_never
 
+import numpy as np
+import numpy.typing as npt
+
 from rayserve_paged.core.output_grammar import Grammar
 
 if TYPE_CHECKING:
@@ -14,11 +17,18 @@ if TYPE_CHECKING:
     from rayserve_paged.core.sampling_params import SamplingParams
     from rayserve_paged.model.tokenizer import Tokenizer
 
+BoolArray = npt.NDArray[np.bool_]
+
 _MAX_WHITESPACE: Final = 32
 """Characters between two parts of JSON: a model that has lost its way would write no others."""
 
 # Valid between the parts of JSON at most, and the library lets some of them into strings.
 _NO_JSON: Final = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+
+# Surrogates and characters in more bytes than they need: the library takes them for characters,
+# a decoder for several invalid bytes each. The first byte and what may not be the second:
+_NO_CHARACTERS: Final = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
+_NO_TEXT: Final = re.compile(rb"\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]")
 
 # Where in its sources the library noticed something.
 _PLACE: Final = re.compile(r"^\[[0-9:]+\] \S+:[0-9]+: (?:Check failed: \(.*?\) is false: ?)?")
@@ -45,8 +55,9 @@ class GrammarCompiler:
                 info, max_threads=1, cache_enabled=False, enable_dynamic_compilation=is_lazy
             )
 
-        self._text = backend(list(vocabulary))
-        self._json = backend([b"" if _NO_JSON.search(token) else token for token in vocabulary])
+        text = [b"" if _NO_TEXT.search(token) else token for token in vocabulary]
+        self._text = backend(text)
+        self._json = backend([b"" if _NO_JSON.search(token) else token for token in text])
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Compile a grammar.
@@ -91,6 +102,22 @@ def grammar_vocabulary(
     for token_id in eos_token_ids:
         vocabulary[token_id] = b""
     return vocabulary
+
+
+def no_characters(vocabulary: Sequence[bytes]) -> dict[int, BoolArray]:
+    """Return which ids may not come behind a byte, as they would make it no valid UTF-8.
+
+    Args:
+        vocabulary: As `grammar_vocabulary` returns it.
+
+    Returns:
+        bool [vocab_size] by the byte, for the few behind which a grammar would let them come.
+    """
+    first_bytes = np.array([token[0] if token else 0 for token in vocabulary], np.uint8)
+    return {
+        byte: (first_bytes >= first) & (first_bytes <= last)
+        for byte, (first, last) in _NO_CHARACTERS.items()
+    }
 
 
 def closing_ids(

@@ -8,17 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from rayserve_paged.core.output_grammar import Grammar
 from rayserve_paged.core.sampling_params import SamplingParams
 from rayserve_paged.core.step_messages import IntArray
-from rayserve_paged.model.grammar_compiler import GrammarCompiler, closing_ids
+from rayserve_paged.model.grammar_compiler import (
+    BoolArray,
+    GrammarCompiler,
+    closing_ids,
+    no_characters,
+)
 
 if TYPE_CHECKING:
     import xgrammar
-
-BoolArray = npt.NDArray[np.bool_]
 
 _MAX_COMPILED: Final = 64
 """Grammars that are kept compiled, up to some megabytes each."""
@@ -46,6 +48,7 @@ class GrammarMatchers:
         self._eos_token_ids = eos_token_ids
         self._vocabulary: list[bytes] = []
         self._compiler: GrammarCompiler | None = None
+        self._no_characters: dict[int, BoolArray] = {}
         # The one used last at the end.
         self._compiled: OrderedDict[Grammar, xgrammar.CompiledGrammar] = OrderedDict()
 
@@ -67,11 +70,19 @@ class GrammarMatchers:
             if self._compiler is None:
                 self._vocabulary = self._load_vocabulary()
                 self._compiler = GrammarCompiler(self._vocabulary, is_lazy=True)
+                self._no_characters = no_characters(self._vocabulary)
             compiled = self._compiled[grammar] = self._compiler.compile(grammar)
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return xgrammar.GrammarMatcher(compiled)
+
+    def no_characters(self, token_id: int) -> BoolArray | None:
+        """Return which ids would not be valid UTF-8 behind a token of a text, bool [vocab_size].
+
+        None where the grammar itself rules them out.
+        """
+        return self._no_characters.get(self._vocabulary[token_id][-1])
 
     def closing_ids(self, params: SamplingParams) -> list[int]:
         """As `grammar_compiler.closing_ids`, once there was a matcher."""
@@ -105,6 +116,7 @@ class RowGrammar:
         self._matcher: xgrammar.GrammarMatcher | None = None
         # Output tokens that the matcher has not been given.
         self._pending: list[int] = token_ids[num_prompt_tokens:].tolist()
+        self._last: int | None = None
         self._closing: list[int] = []
         self._has_ended = False
         self._failure: str | None = None
@@ -161,6 +173,7 @@ class RowGrammar:
                 break
             if not matcher.accept_token(token_id):
                 raise ValueError(f"output token {place}, {token_id}, is not of the grammar")
+            self._last = token_id
             self._match_s = self._spent(start, self._match_s)
             start = time.thread_time()
             if self._match_s > _MATCH_ALLOWANCE_S + _MATCH_TOKEN_S * place:
@@ -180,6 +193,10 @@ class RowGrammar:
             raise ValueError(f"the grammar is too large: its masks took {self._mask_s:.2f} s")
         unpacked = np.unpackbits((~bits[0]).view(np.uint8), count=vocab_size, bitorder="little")
         forbidden = unpacked.view(np.bool_)
+        if self._last is not None:
+            no_characters = self._matchers.no_characters(self._last)
+            if no_characters is not None:
+                forbidden |= no_characters
         if matcher.is_completed():
             forbidden[self._closing] = False
         return forbidden

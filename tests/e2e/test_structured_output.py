@@ -72,6 +72,20 @@ def test_a_stream_is_the_output_and_a_cut_one_its_beginning(llm: LLM) -> None:
     assert (cut.finish_reason, cut.token_ids) == (FinishReason.LENGTH, whole.token_ids[:9])
 
 
+def test_a_model_that_likes_invalid_bytes_writes_characters(llm: LLM) -> None:
+    schema = {"type": "string", "minLength": 4, "maxLength": 4}
+    # Many begin with bytes behind which a decoder takes but some of those that go on.
+    bias = {0xE0: 100.0, 0xED: 100.0, 0xF0: 100.0}
+    params = SamplingParams(
+        max_tokens=60, seed=1, n=24, logit_bias=bias, grammar=Grammar.json_schema(schema)
+    )
+    (output,) = llm.generate("x", params)
+    for sample in output.samples:
+        assert sample.finish_reason is FinishReason.STOP
+        assert "\ufffd" not in sample.text
+        jsonschema.validate(json.loads(sample.text), schema)
+
+
 def test_preemption_pipelines_and_runs_of_steps_change_no_token(llm: LLM) -> None:
     expected = [[s.token_ids for s in o.samples] for o in llm.generate(PROMPTS, MANY)]
     with LLM(

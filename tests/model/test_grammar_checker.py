@@ -75,3 +75,21 @@ def test_tokens_told_at_once_or_one_by_one_leave_the_same_choice(smollm2: Direct
     wrong = RowGrammar(matchers, params, np.array([*prompt, output[0], 13], np.int32), 3)
     with pytest.raises(ValueError, match="output token 1, 13, is not of the grammar"):
         wrong.forbidden()
+
+
+def test_no_output_may_hold_bytes_that_are_no_characters(smollm2: DirectorySource) -> None:
+    spec, tokenizer = smollm2.spec, load_tokenizer(smollm2)
+    vocabulary = grammar_vocabulary(tokenizer, spec.vocab_size, spec.eos_token_ids)
+    of_bytes = {token: token_id for token_id, token in enumerate(vocabulary)}
+    matchers = GrammarMatchers(lambda: vocabulary, spec.eos_token_ids)
+    some_character = Grammar.json_schema({"type": "string", "minLength": 1, "maxLength": 1})
+    for grammar, start in ((some_character, b'"'), (Grammar("regex", "a[^b]c"), b"a")):
+        params = SamplingParams(grammar=grammar)
+        for lead in range(0xE0, 0xF0):
+            known = np.array([of_bytes[start], of_bytes[bytes([lead])]], np.int32)
+            forbidden = RowGrammar(matchers, params, known, 0).forbidden()
+            assert forbidden is not None
+            for second in range(0x80, 0xC0):
+                # UTF-16 has places for surrogates, and UTF-8 one way to write each character.
+                is_character = bool(bytes([lead, second, 0x80]).decode(errors="ignore"))
+                assert bool(forbidden[of_bytes[bytes([second])]]) != is_character
