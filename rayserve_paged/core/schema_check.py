@@ -104,7 +104,9 @@ def find_fault(schema: object, *, strict: bool) -> str | None:
         path, part = pending.pop()
         if not isinstance(part, dict):
             continue
-        fault = _pattern_fault(part) or (_strict_fault(part) if strict else None)
+        fault = _empty_fault(part) or _pattern_fault(part)
+        if fault is None and strict:
+            fault = _strict_fault(part)
         if fault is not None:
             return f"{fault}, at {path or 'its root'}"
         pending += _parts(path, part)
@@ -141,6 +143,14 @@ def _parts(path: str, schema: _Schema) -> Iterator[_Part]:
             "unevaluatedItems",
         ):
             yield place, value
+
+
+def _empty_fault(schema: _Schema) -> str | None:
+    # Compiled into an empty text, or any.
+    for keyword in ("type", "enum", *_ALONE[1:]):
+        if schema.get(keyword) == []:
+            return f"a list of one or more for {keyword!r}"
+    return None
 
 
 def _pattern_fault(schema: _Schema) -> str | None:
@@ -212,10 +222,14 @@ def _object_fault(schema: _Schema, keywords: set[str]) -> str | None:
     named = keywords & {"properties", "patternProperties", "propertyNames"}
     if len(named) > 1:
         return f"with strict only one of {', '.join(sorted(named))}"
-    if "patternProperties" in keywords and schema.get("additionalProperties", False) is not False:
+    is_open = schema.get("additionalProperties", False) is not False
+    if is_open and "patternProperties" in keywords:
         return "with strict no additionalProperties beside patternProperties"
+    if is_open and properties:
+        # The name of another may be that of a property, written with escapes.
+        return "with strict no additionalProperties beside properties"
     counted = keywords & {"minProperties", "maxProperties"}
-    if counted and (named != {"properties"} or schema.get("additionalProperties", False)):
+    if counted and (is_open or named != {"properties"}):
         # Others may come twice and would be counted twice.
         return f"with strict {min(counted)} beside properties without additionalProperties alone"
     return None

@@ -89,6 +89,8 @@ def test_a_response_format_that_is_none_is_refused_at_its_field(value: object, f
         ("json_schema", json.dumps({"enum": ["x" * MAX_GRAMMAR_BYTES]})),
         ("json_schema", '{"pattern": "a\\"b", "type": "string"}'),
         ("json_schema", '{"patternProperties": {"\\\\x22": {}}, "type": "object"}'),
+        ("json_schema", '{"anyOf": []}'),
+        ("json_schema", '{"items": {"type": []}}'),
     ],
 )
 @pytest.mark.parametrize("strict", [True, False])
@@ -114,6 +116,8 @@ def test_what_is_no_grammar_is_refused(kind: Any, text: Any, strict: bool) -> No
         {"type": "string", "const": "a", "minLength": 3},
         {"type": "object", "properties": {"a": {}}, "patternProperties": {"^x": {}}},
         {"type": "object", "additionalProperties": True, "minProperties": 2},
+        {"type": "object", "properties": {}, "additionalProperties": {}, "minProperties": 2},
+        {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": {}},
         {"type": "object", "properties": {"a": {"type": "array", "items": {"contains": {}}}}},
     ],
 )
