@@ -7,12 +7,13 @@ sends nothing.
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from collections.abc import Set as AbstractSet
-from typing import Final
+from typing import Any, Final
 
 from rayserve_paged.core.config import RecoveryConfig
 from rayserve_paged.core.consumer import Consumer
@@ -123,7 +124,8 @@ class ConsumerLoop:
         submitting = self._submitting.pop(request_id, None)
         if submitting is not None:
             submitting.cancel()
-        await self._withdraw(withdrawal)
+        # What asks for it may be cancelled meanwhile.
+        await asyncio.shield(self._begin_withdrawing(withdrawal))
 
     async def cancel(self, request_id: RequestId, sibling: int | None = None) -> None:
         """Ask for the end of a request, or of one of its samples; what is ended so ends as
@@ -151,15 +153,13 @@ class ConsumerLoop:
         messages, updates = self._consumer.tick(time.monotonic())
         for message in messages:
             if isinstance(message, WithdrawRequest):
-                task = asyncio.create_task(self._withdraw(message))
-                self._withdrawing.add(task)
-                task.add_done_callback(self._withdrawing.discard)
+                self._begin_withdrawing(message)
             else:
                 self._begin_submitting(message)
         for update in updates:
             self._put(update)
         if self._driver is None and self._consumer.next_tick is not None:
-            self._driver = asyncio.create_task(self._drive())
+            self._driver = _begin(self._drive())
             self._driver.add_done_callback(self._driver_ended)
         self._wake.set()
 
@@ -182,7 +182,7 @@ class ConsumerLoop:
         before = self._submitting.get(request_id)
         if before is not None:
             before.cancel()  # It has led to nothing for long enough.
-        task = self._submitting[request_id] = asyncio.create_task(self._submit(message))
+        task = self._submitting[request_id] = _begin(self._submit(message))
         task.add_done_callback(functools.partial(self._submitted, request_id))
 
     def _submitted(self, request_id: RequestId, task: asyncio.Task[None]) -> None:
@@ -212,6 +212,12 @@ class ConsumerLoop:
             case FinishReason():
                 self._hand_out(self._consumer.end_unplaced(request.request_id, answer))
 
+    def _begin_withdrawing(self, message: WithdrawRequest) -> asyncio.Task[None]:
+        task = _begin(self._withdraw(message))
+        self._withdrawing.add(task)
+        task.add_done_callback(self._withdrawing.discard)
+        return task
+
     def _is_patient(self, request: Request) -> bool:
         return request.request_id in self._patient
 
@@ -227,10 +233,10 @@ class ConsumerLoop:
     def _listen(self, sources: AbstractSet[Source]) -> None:
         """Poll these replicas as long as they serve an open request, and watch while any does."""
         for source in sources - self._pollers.keys():
-            self._pollers[source] = task = asyncio.create_task(self._poll(source))
+            self._pollers[source] = task = _begin(self._poll(source))
             task.add_done_callback(functools.partial(self._poll_ended, source))
         if sources and self._watcher is None:
-            self._watcher = asyncio.create_task(self._watch())
+            self._watcher = _begin(self._watch())
             self._watcher.add_done_callback(self._watch_ended)
 
     async def _poll(self, source: Source) -> None:
@@ -288,3 +294,13 @@ class ConsumerLoop:
     def _put(self, update: StreamUpdate) -> None:
         if (stream := self._streams.get(update.request_id)) is not None:
             stream.put_nowait(update)
+
+
+def _begin(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Run what serves all streams, apart from the one that happened to need it first.
+
+    Where that is a call of an actor, as in Ray Serve, Ray would take whatever is called in its
+    context for a part of it, and cancel it together with it: a client that leaves would end the
+    polls for all others.
+    """
+    return asyncio.create_task(coroutine, context=contextvars.Context())

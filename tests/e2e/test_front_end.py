@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ from rayserve_paged.prompts import Prompt
 from rayserve_paged.request_options import RequestOptions
 
 R0, LIFE = ReplicaId("r0"), Incarnation(0)
+CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("CALLER", default="nobody")
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=2000, temperature=0.0)
 
@@ -72,6 +74,35 @@ class CountingShell(InProcessShell):
         if self.watch_error is not None:
             raise self.watch_error
         return await super().watch(consumer_id)
+
+
+class ShellThatAsksWho(CountingShell):
+    """Notes in whose context it is called."""
+
+    def __init__(self, config: DeploymentConfig) -> None:
+        super().__init__(config)
+        self.callers: dict[str, set[str]] = {}
+
+    def _note(self, call: str) -> None:
+        self.callers.setdefault(call, set()).add(CALLER.get())
+
+    async def submit(self, message: SubmitRequest) -> Placed | Rejected:
+        self._note("submit")
+        return await super().submit(message)
+
+    async def poll(
+        self, replica_id: ReplicaId, incarnation: Incarnation, message: PollTokens
+    ) -> Delivery:
+        self._note("poll")
+        return await super().poll(replica_id, incarnation, message)
+
+    async def watch(self, consumer_id: ConsumerId) -> tuple[ReplicaLost, ...]:
+        self._note("watch")
+        return await super().watch(consumer_id)
+
+    async def cancel(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        self._note("cancel")
+        await super().cancel(*args, **kwargs)
 
 
 class SlowSubmission(CountingShell):
@@ -148,6 +179,23 @@ async def until_nothing_is_held(front_end: FrontEnd) -> None:
 async def read_to_the_end(stream: AsyncGenerator[StreamChunk, None]) -> None:
     async for _ in stream:
         pass
+
+
+def test_calls_that_serve_all_streams_are_made_in_the_context_of_none() -> None:
+    shell = ShellThatAsksWho(CONFIG)
+
+    async def test(front_end: FrontEnd) -> None:
+        CALLER.set("a stream")
+        stream = front_end.stream(front_end.prepare("x", ENDLESS))
+        async with contextlib.aclosing(stream):
+            await anext(stream)
+        await until_nothing_is_held(front_end)
+
+    try:
+        run(shell, test)
+    finally:
+        shell.shutdown()
+    assert shell.callers == {call: {"nobody"} for call in ("submit", "poll", "watch", "cancel")}
 
 
 # --- lost replicas --------------------------------------------------------------------------

@@ -86,6 +86,14 @@ def held_blocks(config: EndpointConfig) -> int:
     return sum(ledger.num_held_blocks for _, ledger in ray.get(controller.accounting.remote()))
 
 
+def num_recoveries(config: EndpointConfig) -> list[int]:
+    """Return how often each running request had to go on elsewhere, as last reported."""
+    namespace = namespace_of(config.deployment().name)
+    controller: Any = ray.get_actor(CONTROLLER_NAME, namespace=namespace)
+    reports = ray.get(controller.owner_reports.remote())
+    return [one.num_recoveries for report in reports for one in report.running]
+
+
 def ingress_pids() -> set[int]:
     found = set()
     for process in psutil.Process().children(recursive=True):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from serve_harness import (
     endpoint_config,
     held_blocks,
     ingress_pids,
+    num_recoveries,
     rank_pids,
     serve_port,
     start,
@@ -116,6 +118,30 @@ def test_a_drain_that_takes_too_long_cuts_streams_off_and_none_looks_complete(
     assert reader.finish_reason is None
     assert reader.error is not None or reader.broke is not None
     assert long_text.startswith(reader.text)
+
+
+def test_clients_that_leave_take_nothing_from_the_streams_of_others(
+    serve_port: int, long_text: str
+) -> None:
+    config = endpoint_config("leavers")
+    start(config)
+    # Whoever comes first begins the polls for all.
+    leavers = [Reader(serve_port, LONG).wait_for_text()]
+    stays = Reader(serve_port, LONG).wait_for_text()
+    for _ in range(4):
+        leavers[-1].leave()
+        leavers[-1].wait()
+        leavers.append(Reader(serve_port, LONG).wait_for_text())
+    leavers[-1].leave()
+    recoveries: list[int] = []
+    while stays.is_alive():
+        recoveries += num_recoveries(config)
+        time.sleep(0.1)
+    assert stays.whole == long_text
+    assert recoveries, "its ingress has reported nothing"
+    assert not any(recoveries), "a stream went on elsewhere, though nothing had died"
+    wait_for(lambda: held_blocks(config) == 0, "the blocks of those who have left")
+    stop(config)
 
 
 def test_a_killed_ingress_leaves_the_streams_of_the_other_one_alone_and_frees_its_own(
