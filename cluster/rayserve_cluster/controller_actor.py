@@ -81,11 +81,13 @@ class ControllerStatus:
         pid: Its process.
         term: Which life of the controller it is.
         replicas: Live replicas and their incarnations.
+        num_requests: Requests in its books.
     """
 
     pid: int
     term: Term
     replicas: dict[ReplicaId, Incarnation]
+    num_requests: int
 
 
 class ControllerActor:
@@ -304,7 +306,8 @@ class ControllerActor:
 
     async def status(self) -> ControllerStatus:
         """Return who the controller is, and which replicas live."""
-        return ControllerStatus(os.getpid(), self._core.term, dict(self._core.replicas))
+        core = self._core
+        return ControllerStatus(os.getpid(), core.term, dict(core.replicas), len(core.fleet.booked))
 
     def _live(self) -> list[Gang]:
         return self._gangs.of(self._core.replicas.items())

@@ -129,3 +129,35 @@ def http(
             f"{one.p99_us:.1f} in the 99th percentile of {rounds} rounds",
             flush=True,
         )
+
+
+@bench.command()
+def disconnects(
+    streams: Annotated[int, typer.Option(min=0, help="Streams that others read meanwhile.")] = 64,
+    count: Annotated[int, typer.Option(min=1, help="Clients that leave.")] = 100,
+    seed: Annotated[int, typer.Option(min=0, help="Of when they leave.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How soon the blocks of a client that leaves its stream are free, on a local Ray cluster with
+    the fingerprint model. Ends with status 1 where one took more than two steps and 50 ms.
+    """
+    from rayserve_paged.experiments.disconnect_bench import departures
+    from rayserve_paged.experiments.http_load import quantiles
+
+    found = departures(streams, count, seed)
+    num_late = sum(not one.is_soon for one in found)
+    figures = {
+        "num_streams": streams,
+        "num_departures": count,
+        "told_s": quantiles([one.told_s for one in found]),
+        "free_s": quantiles([one.free_s for one in found]),
+        "num_steps": quantiles([one.num_steps for one in found]),
+        "num_late": num_late,
+    }
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name}={value}")
+    if num_late:
+        raise typer.Exit(1)

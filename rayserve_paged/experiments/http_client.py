@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 _DONE: Final = b"[DONE]"
@@ -24,7 +24,9 @@ class Answer:
         is_whole: Whether it says of itself that it is: a stream by its last event, another answer
             by its length.
         error: What an error event, or an answer that is no success, says.
+        num_tokens: Output tokens, where the answer says how many.
         times_s: When each piece of text came, on the clock of time.monotonic.
+        ended_at_s: When it ended, or broke off, or the client left.
     """
 
     status: int | None = None
@@ -32,11 +34,17 @@ class Answer:
     reasons: dict[int, str] = dataclasses.field(default_factory=dict)
     is_whole: bool = False
     error: str | None = None
+    num_tokens: int | None = None
     times_s: list[float] = dataclasses.field(default_factory=list)
+    ended_at_s: float = 0.0
 
 
 async def complete(
-    host: str, port: int, body: Mapping[str, Any], leave_after: int | None = None
+    host: str,
+    port: int,
+    body: Mapping[str, Any],
+    leave_after: int | None = None,
+    leave_after_s: float | None = None,
 ) -> Answer:
     """Post a completion and read its answer.
 
@@ -44,8 +52,9 @@ async def complete(
         host: Of the endpoint.
         port: Of the endpoint.
         body: With `stream` or without.
-        leave_after: Close the connection after so many events; of what is not streamed, so many
-            hundredths of a second after it was sent. None to stay.
+        leave_after: Close the connection after so many events; None to stay.
+        leave_after_s: Close it so many seconds after the request was sent, however far the answer
+            is; None to stay.
 
     Returns:
         What came, whole or not; never raises for a connection that breaks.
@@ -55,23 +64,23 @@ async def complete(
         reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
     except OSError as error:
         answer.error = f"cannot connect: {error}"
+        answer.ended_at_s = time.monotonic()
         return answer
     try:
-        writer.write(_head(host, body))
-        reading = _read(reader, answer, leave_after)
-        if leave_after is not None and not body.get("stream"):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(reading, leave_after / 100)
-        else:
-            await reading
+        writer.write(request_bytes(host, body))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(leave_after_s):
+                await _read(reader, answer, leave_after)
     except (OSError, EOFError, ValueError) as error:
         answer.error = answer.error or f"the connection broke: {error!r}"
     finally:
+        answer.ended_at_s = time.monotonic()
         writer.close()
     return answer
 
 
-def _head(host: str, body: Mapping[str, Any]) -> bytes:
+def request_bytes(host: str, body: Mapping[str, Any]) -> bytes:
+    """Return what is sent to ask for a completion."""
     content = json.dumps(body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -106,7 +115,9 @@ def _take_whole(answer: Answer, content: bytes) -> None:
     if answer.status != 200:
         answer.error = content.decode(errors="replace")
         return
-    for choice in json.loads(content)["choices"]:
+    fields = json.loads(content)
+    answer.num_tokens = fields["usage"]["completion_tokens"]
+    for choice in fields["choices"]:
         answer.texts[choice["index"]] = choice["text"]
         answer.reasons[choice["index"]] = choice["finish_reason"]
     answer.is_whole = True
@@ -148,9 +159,27 @@ def _take_event(answer: Answer, fields: Mapping[str, Any]) -> None:
     if "error" in fields:
         answer.error = fields["error"]["message"]
         return
+    if fields.get("usage") is not None:
+        answer.num_tokens = fields["usage"]["completion_tokens"]
+        return
     answer.times_s.append(time.monotonic())
     for choice in fields["choices"]:
         index = choice["index"]
         answer.texts[index] = answer.texts.get(index, "") + choice["text"]
         if choice["finish_reason"] is not None:
             answer.reasons[index] = choice["finish_reason"]
+
+
+def keep_reading(host: str, port: int, bodies: Sequence[Mapping[str, Any]]) -> None:
+    """Ask for each body again and again, all at once, until this process is ended."""
+
+    async def read(body: Mapping[str, Any]) -> None:
+        while True:
+            answer = await complete(host, port, body)
+            if not answer.is_whole:
+                await asyncio.sleep(0.1)
+
+    async def read_all() -> None:
+        await asyncio.gather(*map(read, bodies))
+
+    asyncio.run(read_all())

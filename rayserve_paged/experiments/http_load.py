@@ -1,46 +1,35 @@
 """Load over HTTP: many clients of an endpoint on Ray, of which some leave, while processes die.
 
-The fingerprint model's outputs are known from the prompt alone, so every stream is compared with
-what it gives undisturbed: one that says that it is whole has to be right, and one that was cut off
-has to be a beginning, and must not look whole.
+Every answer is compared with what its request gives undisturbed, and that, where it is greedy, with
+the model itself: one that says that it is whole has to be right, and one that was cut off has to be
+a beginning, and must not look whole. Only an ingress that dies may cut off anything.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
-import os
 import random
 import secrets
-import signal
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import psutil
-
-from rayserve_cluster.controller_actor import ControllerStatus
 from rayserve_cluster.ray_shell import RayShell
-from rayserve_paged.core.errors import ControllerAwayError
+from rayserve_paged.experiments.http_cases import MODEL, Case, draw_bodies, learn_cases
 from rayserve_paged.experiments.http_client import Answer, complete
+from rayserve_paged.experiments.http_kills import LOOK_S, PATIENCE_S, Killer, resident_mb
 from rayserve_paged.experiments.kill_times import KillTimes
 from rayserve_paged.load_config import load_config_as
-from rayserve_paged.model.fingerprint import oracle
-from rayserve_paged.model.tokenizer import ByteTokenizer
 from rayserve_paged.serve.endpoint import ray_endpoint
 from rayserve_paged.serve.serve_config import EndpointConfig
 
-_MODEL: Final = "fingerprint"
-_VOCAB_SIZE: Final = 1000
-_NUM_PROMPTS: Final = 40
-_SHARED_LEN: Final = 64
-_PATIENCE_S: Final = 180.0
-"""How long anything may take that must come; never what is measured."""
-_LOOK_S: Final = 0.05
-_CALM_S: Final = 1.0
-_VICTIMS: Final = ("rank", "replica", "rank", "controller")
+_NUM_CASES: Final = 60
+_CUT_AFTER_S: Final = 15.0
+"""Whatever an ingress had open is cut off so soon after its death."""
+_AGAIN_S: Final = 0.2
+_NUM_MEMORY_LOOKS: Final = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +45,7 @@ class HttpLoadConfig:
         num_replicas: Replicas.
         tensor_parallel_size: Ranks of each.
         num_ingress_replicas: Processes that answer HTTP.
+        max_num_seqs: Sequences that each replica runs at once; others wait there.
         seed: Of requests and victims.
     """
 
@@ -67,6 +57,7 @@ class HttpLoadConfig:
     num_replicas: int = 2
     tensor_parallel_size: int = 1
     num_ingress_replicas: int = 2
+    max_num_seqs: int = 96
     seed: int = 0
 
 
@@ -75,14 +66,14 @@ class LoadVerdict:
     """What came of it.
 
     Args:
-        counts: Requests by their ends: "whole", "left", "cut off", "refused".
+        counts: Requests by their ends: "whole", "left", "cut off", "refused with 500".
         num_tokens: Output tokens that clients read of whole answers.
         seconds: How long it took.
         ttft_s: Time to the first text of each whole stream, in seconds.
         itl_s: Median time between the events of each, in seconds.
         stall_s: Longest time between two events of each, in seconds.
-        kills: Each kill and its times.
-        rss_mb: Resident memory of proxy, ingresses and controller before and after, by name.
+        kills: Each kill and its times, in their order.
+        rss_mb: Resident memory of proxy, ingresses and controller by name, at equal times.
         problems: What did not hold; empty where all did.
     """
 
@@ -93,7 +84,7 @@ class LoadVerdict:
     itl_s: list[float] = dataclasses.field(default_factory=list)
     stall_s: list[float] = dataclasses.field(default_factory=list)
     kills: list[KillTimes] = dataclasses.field(default_factory=list)
-    rss_mb: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    rss_mb: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -111,9 +102,9 @@ def run_http_load(
     """
     flags = {
         "name": f"load-{secrets.token_hex(3)}",
-        "model.model": _MODEL,
+        "model.model": MODEL,
         "cache.num_blocks": 4096,
-        "batch.max_num_seqs": 256,
+        "batch.max_num_seqs": config.max_num_seqs,
         "parallel.num_replicas": config.num_replicas,
         "parallel.tensor_parallel_size": config.tensor_parallel_size,
         # Kills follow each other so closely that pauses would be most of the run.
@@ -124,7 +115,15 @@ def run_http_load(
     endpoint = load_config_as(EndpointConfig, flags=flags, environ={})
     with ray_endpoint(endpoint, "127.0.0.1", 0, None) as url:
         shell = RayShell(endpoint.deployment(), "auto", is_shared=True)
-        run = _Load(config, url, shell, on_kill)
+        killer = Killer(
+            endpoint.name,
+            shell,
+            num_replicas=config.num_replicas,
+            num_ingress_replicas=config.num_ingress_replicas,
+            seed=config.seed,
+            on_kill=on_kill,
+        )
+        run = _Load(config, url, shell, killer)
         try:
             asyncio.run(run.run())
         finally:
@@ -135,57 +134,42 @@ def run_http_load(
 class _Load:
     """One run: the clients, and the killer beside them."""
 
-    def __init__(
-        self,
-        config: HttpLoadConfig,
-        url: str,
-        shell: RayShell,
-        on_kill: Callable[[KillTimes], object] | None,
-    ) -> None:
+    def __init__(self, config: HttpLoadConfig, url: str, shell: RayShell, killer: Killer) -> None:
         host, _, port = url.removeprefix("http://").rpartition(":")
         self._address = host, int(port)
         self._config = config
         self._shell = shell
-        self._on_kill = on_kill
-        self._drawn = random.Random(config.seed)
-        self._cases = self._draw_cases()
+        self._killer = killer
+        self._cases: list[Case] = []
         self._is_over = False
+        # Answers that only the death of an ingress explains.
+        self._cut: list[tuple[str, Answer]] = []
         self.verdict = LoadVerdict()
-
-    def _draw_cases(self) -> list[tuple[list[int], int, str]]:
-        """Draw prompts, lengths and texts; every other prompt shares its beginning."""
-        draw, tokenizer = self._drawn.randrange, ByteTokenizer(_VOCAB_SIZE)
-        shared = [draw(_VOCAB_SIZE) for _ in range(_SHARED_LEN)]
-        cases = []
-        for number in range(_NUM_PROMPTS):
-            tail = [draw(_VOCAB_SIZE) for _ in range(draw(1, 80))]
-            ids = shared + tail if number % 2 else tail
-            num_tokens = draw(20, 240)
-            cases.append((ids, num_tokens, tokenizer.decode(oracle(ids, num_tokens))))
-        return cases
 
     async def run(self) -> None:
         """Load until the time is over and there were all kills; then wait until all is idle."""
-        before = self._memory()
+        config = self._config
+        bodies = draw_bodies(random.Random(config.seed), _NUM_CASES)
+        self._cases = await learn_cases(self._address, bodies)
+        await self._shell.reset_cache()
         begin = time.monotonic()
-        clients = [
-            asyncio.create_task(self._serve(number)) for number in range(self._config.num_clients)
-        ]
-        killers = [
-            asyncio.create_task(self._kill_all()),
-            asyncio.create_task(self._kill_ingresses()),
-        ]
-        await asyncio.sleep(self._config.duration_s)
-        await asyncio.gather(*killers)
+        clients = [asyncio.create_task(self._serve(number)) for number in range(config.num_clients)]
+        watching = asyncio.create_task(self._watch())
+        await asyncio.gather(
+            self._look_at_memory(),
+            self._killer.kill_parts(config.num_kills, config.duration_s),
+            self._killer.kill_ingresses(config.num_ingress_kills, config.duration_s),
+        )
         self._is_over = True
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*clients)
         self.verdict.seconds = time.monotonic() - begin
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        kills = [*self._killer.kills, *self._killer.ingress_kills]
+        self.verdict.kills = sorted(kills, key=lambda kill: kill.at)
+        self._judge_cuts()
         await self._check_idle()
-        after = self._memory()
-        self.verdict.rss_mb = {
-            name: (before.get(name, 0.0), after.get(name, 0.0)) for name in before | after
-        }
 
     # --- clients ----------------------------------------------------------------------------
 
@@ -194,55 +178,48 @@ class _Load:
         for turn in itertools.count():
             if self._is_over:
                 return
-            ids, num_tokens, text = drawn.choice(self._cases)
-            num_samples = drawn.choice((1, 1, 1, 2))
-            body = {
-                "model": _MODEL,
-                "prompt": ids,
-                "max_tokens": num_tokens,
-                "temperature": 0,
-                "n": num_samples,
-                "stream": drawn.random() < 0.8,
-            }
-            leaves = drawn.random() < self._config.disconnect_share
-            leave_after = drawn.randrange(30) if leaves else None
+            case = drawn.choice(self._cases)
+            stream = drawn.random() < 0.8
+            extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            leave_after = leave_after_s = None
+            if leaves := drawn.random() < self._config.disconnect_share:
+                # While it waits or is computed, at any time; or with so many events read.
+                leave_after_s = drawn.random() * 2.0
+                leave_after = drawn.randint(1, 20) if stream and drawn.random() < 0.5 else None
             begin = time.monotonic()
-            answer = await complete(*self._address, body, leave_after)
-            name = f"{client}.{turn}"
-            self._judge(name, answer, [text] * num_samples, leaves=leave_after is not None)
+            answer = await complete(*self._address, case.body | extra, leave_after, leave_after_s)
+            self._judge(f"{client}.{turn}", case, answer, leaves=leaves)
             if answer.is_whole:
-                self.verdict.num_tokens += num_tokens * num_samples
                 self._time(answer, begin)
-            elif leave_after is None:
-                await asyncio.sleep(0.2)  # As a client that tries again.
+            elif not leaves:
+                await asyncio.sleep(_AGAIN_S)  # As a client that tries again.
 
-    def _judge(self, name: str, answer: Answer, texts: Sequence[str], *, leaves: bool) -> None:
-        counts = self.verdict.counts
+    def _judge(self, name: str, case: Case, answer: Answer, *, leaves: bool) -> None:
+        verdict = self.verdict
+        problem = case.problem(answer)
+        if problem is None and answer.is_whole and answer.num_tokens != case.num_tokens:
+            problem = f"counts {answer.num_tokens} tokens, and undisturbed {case.num_tokens}"
+        if problem is not None:
+            self._complain(f"request {name} {problem}")
         if answer.is_whole:
-            counts["whole"] += 1
-            found = [answer.texts.get(index) for index in range(len(texts))]
-            if found != list(texts):
-                self._complain(f"request {name} gave {found}, and undisturbed {texts}")
-            if set(answer.reasons.values()) != {"length"}:
-                self._complain(f"request {name} ended with {answer.reasons}")
-            return
-        if leaves:
-            counts["left"] += 1
-        elif answer.status is not None and answer.status != 200:
-            counts[f"refused with {answer.status}"] += 1
+            verdict.counts["whole"] += 1
+            verdict.num_tokens += case.num_tokens
+        elif leaves and answer.error is None:
+            verdict.counts["left"] += 1
         else:
-            counts["cut off"] += 1
-            if not self._config.num_ingress_kills:
-                self._complain(f"request {name} was cut off: {answer.error}")
-        for index, text in answer.texts.items():
-            if not texts[index].startswith(text):
-                self._complain(f"request {name} gave {text!r}, and undisturbed {texts[index]!r}")
+            is_refused = answer.status not in (None, 200)
+            verdict.counts[f"refused with {answer.status}" if is_refused else "cut off"] += 1
+            self._cut.append((name, answer))
 
     def _complain(self, problem: str) -> None:
         self.verdict.problems.append(problem[:400])
 
     def _time(self, answer: Answer, begin: float) -> None:
         times = answer.times_s
+        for kill in (*self._killer.kills, *self._killer.ingress_kills):
+            if times[0] < kill.at < times[-1]:
+                kill.num_hit += 1
+                kill.continue_s.append(next(at for at in times if at > kill.at) - kill.at)
         if len(times) < 3:
             return
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -250,152 +227,63 @@ class _Load:
         self.verdict.itl_s.append(statistics.median(gaps))
         self.verdict.stall_s.append(max(gaps))
 
-    # --- killers ----------------------------------------------------------------------------
+    def _judge_cuts(self) -> None:
+        """Complain of what was cut off or refused, and no ingress has died shortly before."""
+        for name, answer in self._cut:
+            hits = [
+                kill
+                for kill in self._killer.ingress_kills
+                if kill.at <= answer.ended_at_s <= kill.at + _CUT_AFTER_S
+            ]
+            if not hits:
+                self._complain(f"request {name} failed ({answer.status}): {answer.error}")
+                continue
+            after_s = answer.ended_at_s - hits[-1].at
+            detect_s = hits[-1].detect_s
+            hits[-1].detect_s = after_s if detect_s is None else min(detect_s, after_s)
 
-    async def _kill_all(self) -> None:
-        pause_s = self._config.duration_s / (self._config.num_kills + 1)
-        for number in range(self._config.num_kills):
-            await asyncio.sleep(pause_s)
-            status = await self._await_calm()
-            victim = _VICTIMS[number % len(_VICTIMS)]
-            if victim == "controller":
-                await self._kill_controller(status)
-            else:
-                await self._kill_ranks(status, whole=victim == "replica")
-            if self._on_kill is not None:
-                self._on_kill(self.verdict.kills[-1])
+    # --- beside them ------------------------------------------------------------------------
 
-    async def _kill_ranks(self, status: ControllerStatus, *, whole: bool) -> None:
-        ranks = sorted(
-            (await self._shell.stats()).ranks, key=lambda one: (one.replica_id, one.rank)
-        )
-        victim = self._drawn.choice(ranks)
-        gang = [one for one in ranks if one.replica_id == victim.replica_id]
-        what = f"all ranks of {victim.replica_id}" if whole else f"rank {victim.rank}"
-        kill = KillTimes(f"SIGKILL of {what} of {victim.replica_id}", time.monotonic(), 0)
-        if whole:
-            kill.what = f"SIGKILL of {what}"
-        self.verdict.kills.append(kill)
-        for one in gang if whole else [victim]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one.pid, signal.SIGKILL)
-        killed = status.replicas[victim.replica_id]
-        deadline = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < deadline:
-            now = await self._status()
-            life = None if now is None else now.replicas.get(victim.replica_id)
-            if now is not None and life != killed and kill.detect_s is None:
-                kill.detect_s = time.monotonic() - kill.at
-            if life is not None and life > killed:
-                kill.restart_s = time.monotonic() - kill.at
-                return
-            await asyncio.sleep(_LOOK_S)
-        self._complain(f"{victim.replica_id} does not come back")
-
-    async def _kill_controller(self, status: ControllerStatus) -> None:
-        kill = KillTimes("SIGKILL of the controller", time.monotonic(), 0)
-        self.verdict.kills.append(kill)
-        os.kill(status.pid, signal.SIGKILL)
-        deadline = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < deadline:
-            now = await self._status()
-            if now is not None and now.term > status.term:
-                kill.detect_s = time.monotonic() - kill.at
-                if dict(now.replicas) == dict(status.replicas):
-                    kill.restart_s = time.monotonic() - kill.at
+    async def _watch(self) -> None:
+        """See that no stream goes on elsewhere while nothing dies."""
+        while not self._killer.kills:
+            for report in await self._shell.owner_reports():
+                moved = [one for one in report.running if one.num_recoveries]
+                if moved and not self._killer.kills:
+                    self._complain(f"{len(moved)} streams went on elsewhere, such as {moved[0]}")
                     return
-            await asyncio.sleep(_LOOK_S)
-        self._complain("the controller does not come back")
+            await asyncio.sleep(1.0)
 
-    async def _kill_ingresses(self) -> None:
-        count = self._config.num_ingress_kills
-        pause_s = self._config.duration_s / (count + 1)
-        for _ in range(count):
-            await asyncio.sleep(pause_s)
-            await self._await_ingresses()
-            victim = self._drawn.choice(sorted(_ingress_pids()))
-            kill = KillTimes("SIGKILL of an ingress", time.monotonic(), 0)
-            self.verdict.kills.append(kill)
-            os.kill(victim, signal.SIGKILL)
-            await self._await_ingresses()
-            kill.restart_s = time.monotonic() - kill.at
-            if self._on_kill is not None:
-                self._on_kill(kill)
-
-    async def _await_ingresses(self) -> None:
-        """Wait until all ingress replicas have told the controller that they are there."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < deadline:
-            if len(_ingress_pids()) >= self._config.num_ingress_replicas:
-                return
-            await asyncio.sleep(_LOOK_S)
-        self._complain("an ingress does not come back")
-
-    async def _await_calm(self) -> ControllerStatus:
-        """Wait until all replicas have been there for a while.
-
-        Raises:
-            TimeoutError: They do not come.
-        """
-        since = begin = time.monotonic()
-        while time.monotonic() - begin < _PATIENCE_S:
-            status = await self._status()
-            if status is None or len(status.replicas) < self._config.num_replicas:
-                since = time.monotonic()
-            elif time.monotonic() - since >= _CALM_S:
-                return status
-            await asyncio.sleep(_LOOK_S)
-        raise TimeoutError("replicas do not come back")
-
-    async def _status(self) -> ControllerStatus | None:
-        try:
-            return await self._shell.status()
-        except ControllerAwayError:
-            return None
-
-    # --- the end ----------------------------------------------------------------------------
+    async def _look_at_memory(self) -> None:
+        sizes = self.verdict.rss_mb
+        for number in range(_NUM_MEMORY_LOOKS + 1):
+            for name, size in (await asyncio.to_thread(resident_mb)).items():
+                sizes.setdefault(name, []).append(size)
+            if number < _NUM_MEMORY_LOOKS:
+                await asyncio.sleep(self._config.duration_s / _NUM_MEMORY_LOOKS)
 
     async def _check_idle(self) -> None:
         """Wait until nothing is open and no block held, and see that none is missing."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while True:
-            await self._await_calm()
+            status = await self._killer.await_calm()
             ledgers = dict(await self._shell.accounting())
             held = {name: one.num_held_blocks for name, one in ledgers.items()}
             num_open = sum(len(report.running) for report in await self._shell.owner_reports())
-            if not any(held.values()) and not num_open and len(held) == self._config.num_replicas:
+            num_left = num_open + status.num_requests
+            if not any(held.values()) and not num_left and len(held) == self._config.num_replicas:
                 break
             if time.monotonic() > deadline:
-                self._complain(f"{num_open} requests are open and blocks are held: {held}")
+                self._complain(
+                    f"{num_open} requests are open at ingresses and {status.num_requests} at the "
+                    f"controller, and blocks are held: {held}"
+                )
                 break
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(LOOK_S)
         for name, one in ledgers.items():
             counted = one.num_free_blocks + one.num_cached_blocks + one.num_held_blocks
             if counted != one.num_blocks:
                 self._complain(f"{name} accounts for {counted} of {one.num_blocks} blocks")
-
-    def _memory(self) -> dict[str, float]:
-        sizes: Counter[str] = Counter()
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                title = _title(process)
-                for part in ("ProxyActor", "ServeReplica", "ControllerActor"):
-                    if part in title:
-                        sizes[part] += process.memory_info().rss
-        return {name: size / 2**20 for name, size in sizes.items()}
-
-
-def _title(process: psutil.Process) -> str:
-    return " ".join(process.cmdline()) or process.name()
-
-
-def _ingress_pids() -> set[int]:
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if "ServeReplica" in _title(process):
-                found.add(process.pid)
-    return found
 
 
 def as_fields(verdict: LoadVerdict) -> dict[str, Any]:
@@ -409,7 +297,7 @@ def as_fields(verdict: LoadVerdict) -> dict[str, Any]:
         "itl_s": quantiles(verdict.itl_s),
         "stall_s": quantiles(verdict.stall_s),
         "kills": [str(kill) for kill in verdict.kills],
-        "rss_mb": {name: [round(x) for x in pair] for name, pair in verdict.rss_mb.items()},
+        "rss_mb": {name: [round(x) for x in sizes] for name, sizes in verdict.rss_mb.items()},
         "problems": verdict.problems,
     }
 
