@@ -99,10 +99,11 @@ def http(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What HTTP costs a token beside `LLM.stream`, on a local Ray cluster with the fingerprint
-    model: µs of wall time per token, in alternating rounds.
+    model, in alternating rounds: µs of wall time and of each process per token, and the delay of a
+    token of one stream alone.
     """
     from rayserve_paged.core.errors import InvalidInputError
-    from rayserve_paged.experiments.http_bench import http_overheads
+    from rayserve_paged.experiments.http_bench import http_delay, http_overheads, percentile
 
     try:
         concurrencies = [int(part) for part in streams.split(",")]
@@ -112,6 +113,7 @@ def http(
         raise InvalidInputError("--streams", streams, "integers of at least 1, with commas")
     for one in http_overheads(concurrencies, tokens, rounds):
         direct, through = statistics.median(one.direct_us), statistics.median(one.http_us)
+        cpu = {name: round(us, 1) for name, us in one.cpu_us.items()}
         figures = {
             "num_streams": one.num_streams,
             "direct_us": round(direct, 1),
@@ -119,16 +121,29 @@ def http(
             "overhead_median_us": round(one.median_us, 1),
             "overhead_p99_us": round(one.p99_us, 1),
             "ratio": round(through / direct, 3),
+            "cpu_us": cpu,
         }
-        if as_json:
-            print(json.dumps(figures), flush=True)
-            continue
-        print(
+        text = (
             f"{one.num_streams:4d} streams: {direct:8.1f} µs per token direct, {through:8.1f} over "
             f"HTTP ({through / direct:.2f} times); overhead {one.median_us:.1f} µs in the median, "
-            f"{one.p99_us:.1f} in the 99th percentile of {rounds} rounds",
-            flush=True,
+            f"{one.p99_us:.1f} in the 99th percentile of {rounds} rounds; processes, µs per token: "
+            + ", ".join(f"{name} {us}" for name, us in cpu.items())
         )
+        print(json.dumps(figures) if as_json else text, flush=True)
+    delay = http_delay(tokens, rounds)
+    figures = {
+        "delay_direct_median_us": round(percentile(delay.direct_us, 0.5), 1),
+        "delay_http_median_us": round(percentile(delay.http_us, 0.5), 1),
+        "delay_added_median_us": round(delay.added_median_us, 1),
+        "delay_added_p99_us": round(delay.added_p99_us, 1),
+    }
+    text = (
+        f"one stream alone, from the end of a token's step until it is read: "
+        f"{figures['delay_direct_median_us']} µs direct, {figures['delay_http_median_us']} over "
+        f"HTTP; HTTP adds {delay.added_median_us:.0f} µs to the median and "
+        f"{delay.added_p99_us:.0f} to the 99th percentile"
+    )
+    print(json.dumps(figures) if as_json else text)
 
 
 @bench.command()

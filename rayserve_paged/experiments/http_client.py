@@ -26,6 +26,7 @@ class Answer:
         error: What an error event, or an answer that is no success, says.
         num_tokens: Output tokens, where the answer says how many.
         times_s: When each piece of text came, on the clock of time.monotonic.
+        num_chars: How long each was, over all choices.
         ended_at_s: When it ended, or broke off, or the client left.
     """
 
@@ -36,6 +37,7 @@ class Answer:
     error: str | None = None
     num_tokens: int | None = None
     times_s: list[float] = dataclasses.field(default_factory=list)
+    num_chars: list[int] = dataclasses.field(default_factory=list)
     ended_at_s: float = 0.0
 
 
@@ -163,6 +165,7 @@ def _take_event(answer: Answer, fields: Mapping[str, Any]) -> None:
         answer.num_tokens = fields["usage"]["completion_tokens"]
         return
     answer.times_s.append(time.monotonic())
+    answer.num_chars.append(sum(len(choice["text"]) for choice in fields["choices"]))
     for choice in fields["choices"]:
         index = choice["index"]
         answer.texts[index] = answer.texts.get(index, "") + choice["text"]
