@@ -44,6 +44,8 @@ def load(
     if as_json:
         print(json.dumps(fields))
     else:
+        for kill in verdict.kills:
+            print(kill)
         for name, value in fields.items():
             if name not in ("problems", "kills"):
                 print(f"{name}={value}")

@@ -98,7 +98,7 @@ def departures(num_streams: int, num_departures: int, seed: int = 0) -> list[Dep
             finally:
                 others.terminate()
                 others.join()
-        found = {}
+        found: dict[int, Departure] = {}
         for path in sorted(Path(folder).glob("r*.jsonl")):
             found |= take_down(read_log(path), left_at)
     return [found[number] for number in range(num_departures)]

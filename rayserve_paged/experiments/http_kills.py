@@ -187,7 +187,12 @@ class Killer:
 
     def _num_running_ingresses(self) -> int:
         application = serve.status().applications[self._application]
-        return sum(one.replica_states.get("RUNNING", 0) for one in application.deployments.values())
+        return sum(
+            count
+            for deployment in application.deployments.values()
+            for state, count in deployment.replica_states.items()
+            if state == "RUNNING"
+        )
 
 
 def ingress_pids() -> set[int]:
