@@ -25,8 +25,8 @@ class Answer:
             by its length.
         error: What an error event, or an answer that is no success, says.
         num_tokens: Output tokens, where the answer says how many.
-        times_s: When each piece of text came, on the clock of time.monotonic.
-        num_chars: How long each was, over all choices.
+        times_s: When text came, what was written together once, on the clock of time.monotonic.
+        num_chars: How much came then, over all choices.
         ended_at_s: When it ended, or broke off, or the client left.
     """
 
@@ -146,31 +146,35 @@ async def _read_chunks(
         if answer.status != 200:
             rest = b"\n\n".join((*events, rest))
             continue
+        num_chars = 0
         for event in events:
             payload = event.removeprefix(b"data: ")
             if payload == _DONE:
                 is_done = True
             else:
-                _take_event(answer, json.loads(payload))
+                num_chars += _take_event(answer, json.loads(payload))
+        if num_chars:
+            answer.times_s.append(time.monotonic())
+            answer.num_chars.append(num_chars)
         num_events += len(events)
         if leave_after is not None and num_events >= leave_after:
             return
 
 
-def _take_event(answer: Answer, fields: Mapping[str, Any]) -> None:
+def _take_event(answer: Answer, fields: Mapping[str, Any]) -> int:
+    """Take in an event; return how many characters it has."""
     if "error" in fields:
         answer.error = fields["error"]["message"]
-        return
+        return 0
     if fields.get("usage") is not None:
         answer.num_tokens = fields["usage"]["completion_tokens"]
-        return
-    answer.times_s.append(time.monotonic())
-    answer.num_chars.append(sum(len(choice["text"]) for choice in fields["choices"]))
+        return 0
     for choice in fields["choices"]:
         index = choice["index"]
         answer.texts[index] = answer.texts.get(index, "") + choice["text"]
         if choice["finish_reason"] is not None:
             answer.reasons[index] = choice["finish_reason"]
+    return sum(len(choice["text"]) for choice in fields["choices"])
 
 
 def keep_reading(host: str, port: int, bodies: Sequence[Mapping[str, Any]]) -> None:

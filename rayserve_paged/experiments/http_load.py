@@ -26,7 +26,7 @@ from rayserve_paged.serve.endpoint import ray_endpoint
 from rayserve_paged.serve.serve_config import EndpointConfig
 
 _NUM_CASES: Final = 60
-_CUT_AFTER_S: Final = 15.0
+_CUT_AFTER_S: Final = 5.0
 """Whatever an ingress had open is cut off so soon after its death."""
 _AGAIN_S: Final = 0.2
 _NUM_MEMORY_LOOKS: Final = 4
@@ -70,8 +70,8 @@ class LoadVerdict:
         num_tokens: Output tokens that clients read of whole answers.
         seconds: How long it took.
         ttft_s: Time to the first text of each whole stream, in seconds.
-        itl_s: Median time between the events of each, in seconds.
-        stall_s: Longest time between two events of each, in seconds.
+        itl_s: Times between texts that were not written together, of all streams, in seconds.
+        stall_s: The longest of them in each, in seconds.
         kills: Each kill and its times, in their order.
         rss_mb: Resident memory of proxy, ingresses and controller by name, at equal times.
         problems: What did not hold; empty where all did.
@@ -216,15 +216,15 @@ class _Load:
 
     def _time(self, answer: Answer, begin: float) -> None:
         times = answer.times_s
+        if len(times) < 2:
+            return
         for kill in (*self._killer.kills, *self._killer.ingress_kills):
             if times[0] < kill.at < times[-1]:
                 kill.num_hit += 1
                 kill.continue_s.append(next(at for at in times if at > kill.at) - kill.at)
-        if len(times) < 3:
-            return
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
         self.verdict.ttft_s.append(times[0] - begin)
-        self.verdict.itl_s.append(statistics.median(gaps))
+        self.verdict.itl_s += gaps
         self.verdict.stall_s.append(max(gaps))
 
     def _judge_cuts(self) -> None:
