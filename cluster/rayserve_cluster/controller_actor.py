@@ -315,8 +315,9 @@ class ControllerActor:
     # --- the shell ------------------------------------------------------------------------
 
     def _handle(self, event: ControllerEvent) -> list[ControllerCommand]:
-        commands = self._take_event(event, time.monotonic())
-        self._events.see(event, commands, time.monotonic())
+        now = time.monotonic()
+        commands = self._take_event(event, now)
+        self._events.see(event, commands, now)
         for command in commands:
             self._carry_out(command)
         return commands

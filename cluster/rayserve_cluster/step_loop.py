@@ -69,17 +69,15 @@ class _Pin:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Look:
-    """Somebody wants to know who holds which block."""
+class _Question:
+    """Somebody wants to know something of the replica at the end of a step."""
 
-    answer: Future[Holdings]
+    ask: Callable[[Replica], Any]
+    answer: Future[Any]
 
 
-_Inbound = (
-    ControllerMessage | UnpinPrefix | _Poll | _Reset | _Pin | _Look | Future[Accounting] | None
-)
-"""What other threads put in: events, polls, resets, pins, looks, requests for the ledger; None to
-stop."""
+_Inbound = ControllerMessage | UnpinPrefix | _Poll | _Reset | _Pin | _Question | None
+"""What other threads put in: events, polls, resets, pins, questions; None to stop."""
 
 
 class ReplicaHost:
@@ -126,8 +124,7 @@ class ReplicaHost:
         # The step thread's own:
         self._polls: dict[tuple[ConsumerId, int], Future[Delivery]] = {}
         self._pinning: Future[PinAnswered] | None = None
-        self._ledgers: list[Future[Accounting]] = []
-        self._looks: list[Future[Holdings]] = []
+        self._questions: list[_Question] = []
         self._plans: deque[StepPlan] = deque()
         self._next_tick = 0.0
         self._next_heartbeat = 0.0
@@ -155,37 +152,27 @@ class ReplicaHost:
             The delivery, once there is one; raises ReplicaLostError where the host has stopped.
         """
         future: Future[Delivery] = Future()
-        if not self._put((message, future)):
-            future.set_exception(self._lost_error())
-        return future
+        return self._asked((message, future), future)
 
     def accounting(self) -> Future[Accounting]:
         """Ask for the ledger at the end of a step; raises as `poll`."""
         future: Future[Accounting] = Future()
-        if not self._put(future):
-            future.set_exception(self._lost_error())
-        return future
+        return self._asked(_Question(Replica.accounting, future), future)
 
     def holdings(self) -> Future[Holdings]:
         """Ask who holds which block at the end of a step; raises as `poll`."""
         future: Future[Holdings] = Future()
-        if not self._put(_Look(future)):
-            future.set_exception(self._lost_error())
-        return future
+        return self._asked(_Question(Replica.holdings, future), future)
 
     def reset_cache(self) -> Future[None]:
         """Forget the prefix cache; done at once or after the step under way. Raises as `poll`."""
         future: Future[None] = Future()
-        if not self._put(_Reset(future)):
-            future.set_exception(self._lost_error())
-        return future
+        return self._asked(_Reset(future), future)
 
     def pin_prefix(self, event: PinPrefix) -> Future[PinAnswered]:
         """Keep the cached blocks of a prefix; answered between steps. Raises as `poll`."""
         future: Future[PinAnswered] = Future()
-        if not self._put(_Pin(event, future)):
-            future.set_exception(self._lost_error())
-        return future
+        return self._asked(_Pin(event, future), future)
 
     @property
     def stalled_s(self) -> float:
@@ -213,6 +200,12 @@ class ReplicaHost:
         if self._thread.is_alive():
             self._executor.abort(reason)
             self._thread.join()
+
+    def _asked(self, item: _Inbound, answer: Future[_T]) -> Future[_T]:
+        """Hand in what is to be answered; the answer is the loss where the host has stopped."""
+        if not self._put(item):
+            answer.set_exception(self._lost_error())
+        return answer
 
     def _put(self, item: _Inbound) -> bool:
         with self._lock:
@@ -289,12 +282,9 @@ class ReplicaHost:
             elif now >= self._next_heartbeat:
                 self._next_heartbeat = now + self._heartbeat_s
                 self._heartbeat()
-            for ledger in self._ledgers:
-                _answer(ledger, self._replica.accounting())
-            self._ledgers = []
-            for look in self._looks:
-                _answer(look, self._replica.holdings())
-            self._looks = []
+            for question in self._questions:
+                _answer(question.answer, question.ask(self._replica))
+            self._questions = []
 
     def _wait(self) -> bool:
         """Wait until there is something to take in or to do; returns as `_take_in`."""
@@ -318,10 +308,8 @@ class ReplicaHost:
         match item:
             case None:
                 return False
-            case Future():
-                self._ledgers.append(item)
-            case _Look(answer):
-                self._looks.append(answer)
+            case _Question():
+                self._questions.append(item)
             case _Reset(done):
                 self._handle(ResetCache())
                 _answer(done, None)
@@ -383,16 +371,15 @@ class ReplicaHost:
             if self._lost is not None:
                 return
             self._lost = reason
-        waiting: list[Future[Any]] = [*self._polls.values(), *self._ledgers, *self._looks]
+        waiting: list[Future[Any]] = [*self._polls.values()]
+        waiting += [question.answer for question in self._questions]
         while not self._inbox.empty():
             match self._inbox.get():
-                case Future() as future:
-                    waiting.append(future)
                 case _Reset(done):
                     waiting.append(done)
                 case _Pin(_event, answer):
                     waiting.append(answer)
-                case _Look(answer):
+                case _Question(_ask, answer):
                     waiting.append(answer)
                 case (PollTokens(), future):
                     waiting.append(future)

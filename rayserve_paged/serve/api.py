@@ -262,16 +262,12 @@ async def _answer(
     receive = request.receive
     if not body.stream:
         outputs = await unless_gone(receive, service.outputs(submission))
-        return _Json(writer.whole(outputs))
+        return JSONResponse(writer.whole(outputs))
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     events = _events(service.chunks(submission), writer, wants_usage)
     # What is refused has a status of its own, so nothing is answered before there is something.
     first = await unless_gone(receive, anext(events))
     return EventStream(first, events, service.write_gap_s)
-
-
-class _Json(JSONResponse):
-    """JSON in which every number is finite."""
 
 
 async def _events(

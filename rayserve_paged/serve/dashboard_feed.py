@@ -6,6 +6,7 @@ from fastapi import Request
 
 from rayserve_paged.core.ids import ReplicaId
 from rayserve_paged.core.owner_report import OwnerReport
+from rayserve_paged.core.running_request import RunningRequest
 from rayserve_paged.deployment import Deployment
 from rayserve_paged.serve.dashboard_state import (
     CellState,
@@ -39,9 +40,9 @@ class DashboardFeed:
         """
         view = await self._deployment.cluster_view()
         reports = await self._deployment.owner_reports()
-        running = [one for report in reports for one in report.running]
-        figures = _totals(reports)
-        return dashboard_state(view, running, figures, model=self._model, reader=_reader(request))
+        return dashboard_state(
+            view, _running(reports), _totals(reports), model=self._model, reader=_reader(request)
+        )
 
     async def cell(self, request: Request, replica: str, cell: int) -> CellState | None:
         """Return the holders of a cell; None where there is none.
@@ -51,13 +52,16 @@ class DashboardFeed:
         """
         view = await self._deployment.cluster_view((ReplicaId(replica), cell))
         reports = await self._deployment.owner_reports()
-        running = [one for report in reports for one in report.running]
-        return cell_state(view, running, reader=_reader(request))
+        return cell_state(view, _running(reports), reader=_reader(request))
 
 
 def _reader(request: Request) -> Reader:
     tenant = tenant_of(request)
     return Reader(tenant.name, sees_all=tenant.is_admin)
+
+
+def _running(reports: Sequence[OwnerReport]) -> list[RunningRequest]:
+    return [one for report in reports for one in report.running]
 
 
 def _totals(reports: Sequence[OwnerReport]) -> Totals:

@@ -12,7 +12,7 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict
 
 from rayserve_paged.core.cluster_view import ClusterEvent, ClusterView, ReplicaView
-from rayserve_paged.core.holdings import CellHolder, CellView, HolderKind
+from rayserve_paged.core.holdings import BlockCounts, CellHolder, CellView, HolderKind
 from rayserve_paged.core.running_request import RequestStage, RunningRequest
 
 MAX_REQUESTS: Final = 200
@@ -28,16 +28,6 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class BlockTotals(_Frozen):
-    """Blocks by state; each is in one alone."""
-
-    free: int
-    held: int
-    shared: int
-    cached: int
-    pinned: int
-
-
 class ReplicaState(_Frozen):
     """One replica: `cells` has a letter for each cell, "." free, "#" held, "=" shared, "o" cached,
     "p" pinned; all cells but the last have `blocks_per_cell` blocks.
@@ -48,7 +38,7 @@ class ReplicaState(_Frozen):
     num_blocks: int
     blocks_per_cell: int
     cells: str
-    counts: BlockTotals
+    counts: BlockCounts
     num_running: int
     num_waiting: int
 
@@ -120,7 +110,7 @@ class CellState(_Frozen):
     cell: int
     first_block: int
     num_blocks: int
-    counts: BlockTotals
+    counts: BlockCounts
     holders: tuple[HolderState, ...]
     num_more_holders: int
 
@@ -215,7 +205,7 @@ def _replica(view: ReplicaView) -> ReplicaState:
         num_blocks=blocks.num_blocks,
         blocks_per_cell=blocks.blocks_per_cell,
         cells=blocks.cells,
-        counts=BlockTotals(**dataclasses.asdict(blocks.counts)),
+        counts=blocks.counts,
         num_running=blocks.num_running,
         num_waiting=blocks.num_waiting,
     )
@@ -262,7 +252,7 @@ def cell_state(
                 cell=cell.index,
                 first_block=cell.first_block,
                 num_blocks=cell.num_blocks,
-                counts=BlockTotals(**dataclasses.asdict(cell.counts)),
+                counts=cell.counts,
                 holders=_holders(cell, known, reader),
                 num_more_holders=cell.num_more_holders,
             )

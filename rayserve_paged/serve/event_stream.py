@@ -68,7 +68,6 @@ class EventStream(Response):
         gap_s: Says after each write how long the next one waits at least, so that there are fewer
             of them where tokens follow each other more closely; the first and the last are not
             held back.
-        headers: Besides those of every event stream.
     """
 
     media_type = "text/event-stream"
@@ -78,10 +77,8 @@ class EventStream(Response):
         first: bytes,
         events: AsyncGenerator[bytes, None],
         gap_s: Callable[[], float],
-        headers: Mapping[str, str] | None = None,
     ) -> None:
-        plain = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(headers={**plain, **(headers or {})})
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         # Its length is not known.
         del self.headers["content-length"]
         self._first = first

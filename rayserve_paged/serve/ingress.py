@@ -1,7 +1,6 @@
 """The ingress on Ray Serve: a replica that answers HTTP, and is a consumer of the deployment."""
 
 import concurrent.futures
-import logging
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -18,8 +17,6 @@ from rayserve_paged.shells import with_absolute_paths
 
 _NO_PORT: Final = 0
 
-logger = logging.getLogger(__name__)
-
 
 class Ingress:
     """One process that answers HTTP.
@@ -34,7 +31,6 @@ class Ingress:
 
     def __init__(self, config: EndpointConfig) -> None:
         _keep_off_the_network()
-        self._config = config
         deployment = with_absolute_paths(config.deployment())
         # Not on the loop that runs this: starting blocks, on Ray too.
         with concurrent.futures.ThreadPoolExecutor(2) as pool:

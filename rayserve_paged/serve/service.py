@@ -48,13 +48,11 @@ class Submission:
     Args:
         request_id: Of the body, towards its client.
         created: Unix seconds.
-        ask: What the body asks for.
         jobs: One for each prompt.
     """
 
     request_id: str
     created: int
-    ask: Ask
     jobs: tuple[Job, ...]
 
 
@@ -119,17 +117,14 @@ class Service:
             InvalidInputError: A prompt or a parameter is not accepted.
         """
         request_id = ask.options.request_id or secrets.token_hex(12)
-        ask = dataclasses.replace(
-            ask, options=dataclasses.replace(ask.options, request_id=request_id)
-        )
-        options = self._options(ask.options, tenant)
+        options = self._options(ask.options, tenant, request_id)
         num_chars = sum(_num_chars(prompt) for prompt in ask.prompts)
         # A grammar is tried in another process, which may take seconds to start.
         if num_chars > _LONG_TEXT or ask.params.grammar is not None:
             jobs = await asyncio.to_thread(self._jobs, ask, options, streaming)
         else:
             jobs = self._jobs(ask, options, streaming)
-        return Submission(request_id, int(time.time()), ask, jobs)
+        return Submission(request_id, int(time.time()), jobs)
 
     def _jobs(self, ask: Ask, options: RequestOptions, streaming: bool) -> tuple[Job, ...]:
         jobs = []
@@ -147,12 +142,12 @@ class Service:
             jobs.append(job)
         return tuple(jobs)
 
-    def _options(self, options: RequestOptions, tenant: Tenant) -> RequestOptions:
+    def _options(self, options: RequestOptions, tenant: Tenant, request_id: str) -> RequestOptions:
         longest, deadline_s = self.config.serve.max_deadline_s, options.deadline_s
         if longest is not None:
             deadline_s = longest if deadline_s is None else min(deadline_s, longest)
         # Tenants' names are apart, so that none learns of another's requests by a name in use.
-        name = f"{tenant.name}/{options.request_id}" if tenant.name else options.request_id
+        name = f"{tenant.name}/{request_id}" if tenant.name else request_id
         return dataclasses.replace(
             options,
             request_id=name,
